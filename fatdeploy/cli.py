@@ -1,0 +1,72 @@
+"""The command line's frame: which commands there are, where each lives, logging, and how errors are shown."""
+
+import importlib
+import logging
+import sys
+from typing import Any
+
+import click
+
+from fatdeploy._version import VERSION
+from fatdeploy.errors import FatdeployError
+
+# Name of a command -> the module that holds it. Modules are imported when a command is named (or listed), and import
+# torch or onnxruntime only inside a command: the help of a device that has neither is complete and quick.
+COMMANDS = {
+    "demo": "fatdeploy.export.commands",
+    "doctor": "fatdeploy.runtimes.commands",
+    "presets": "fatdeploy.export.commands",
+}
+
+log = logging.getLogger("fatdeploy")
+
+
+class LazyGroup(click.Group):
+    """A group that finds its commands by name, and turns our errors into one line and exit code 1."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in COMMANDS:
+            return None
+        command = getattr(importlib.import_module(COMMANDS[cmd_name]), cmd_name)
+        if not isinstance(command, click.Command):
+            raise TypeError(f"{COMMANDS[cmd_name]}.{cmd_name} is not a command")
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except FatdeployError as error:
+            log.debug("traceback of the error below", exc_info=True)
+            click.echo(f"Error: {' '.join(str(error).split())}", err=True)
+            ctx.exit(1)
+
+
+def set_up_logging(level: int) -> None:
+    """Send the ``fatdeploy`` logger to stderr from ``level`` up."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    log.handlers = [handler]
+    log.propagate = False
+    log.setLevel(level)
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Start with:  fatdeploy doctor   then   fatdeploy demo",
+)
+@click.version_option(VERSION, prog_name="fatdeploy")
+@click.option("-v", "--verbose", count=True, help="Say more (-vv: everything).")
+@click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors.")
+def main(verbose: int, quiet: bool) -> None:
+    """Turn PyTorch encoder-decoder transformers into something that runs on a device, and prove that it is right.
+
+    Results go to standard output, progress and messages to standard error.
+    """
+    if verbose and quiet:
+        raise click.UsageError("--verbose and --quiet exclude each other")
+    levels = [logging.WARNING, logging.INFO, logging.DEBUG]
+    set_up_logging(logging.ERROR if quiet else levels[min(verbose, 2)])

@@ -1,0 +1,40 @@
+"""Every error of ours: one line that says what is wrong, expected against found, and what to type next."""
+
+from collections.abc import Iterable
+
+
+class FatdeployError(Exception):
+    """Base of all errors that fatdeploy raises on purpose; the command line prints them without a traceback."""
+
+
+class ConfigError(FatdeployError, ValueError):
+    """A configuration or an option has a value that cannot be had."""
+
+
+class SpecMismatch(FatdeployError, ValueError):
+    """An array does not fit the model it is given to."""
+
+
+class CheckpointError(FatdeployError, OSError):
+    """A checkpoint is missing, damaged or belongs to another model."""
+
+
+class BundleError(FatdeployError, OSError):
+    """A bundle is missing, damaged or of a format that this version cannot read."""
+
+
+class BackendUnavailable(FatdeployError, ImportError):
+    """What was asked for needs a package or a device that is not here."""
+
+
+class ExportFailed(FatdeployError, RuntimeError):
+    """A model could not be turned into graphs."""
+
+
+class ParityFailed(FatdeployError, RuntimeError):
+    """A graph gives another answer than the reference."""
+
+
+def in_one_line(subject: str, reasons: Iterable[str]) -> str:
+    """Return ``subject: reason; reason``: everything that is wrong is said at once."""
+    return f"{subject}: {'; '.join(reasons)}"
