@@ -1,0 +1,79 @@
+"""Checkpoints: a folder with ``config.json``, ``model.safetensors`` and, where there is one, ``tokenizer.json``."""
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from fatdeploy.errors import CheckpointError, ConfigError, in_one_line
+from fatdeploy.export.reference.config import ModelConfig
+from fatdeploy.export.reference.model import ReferenceModel
+from fatdeploy.folders import replaced_folder
+
+CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+
+
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return everything that a checkpoint holds, live, each tensor once: tied ones under their first name."""
+    named: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        named.setdefault(id(tensor), (name, tensor))
+    return dict(named.values())
+
+
+def save_checkpoint(
+    model: ReferenceModel, folder: str | Path, *, tokenizer: str | Path | None = None, force: bool = False
+) -> None:
+    """Write a model so that a crash leaves either the old folder or the new one; ``force`` allows an old one."""
+    with replaced_folder(Path(folder), force=force) as new:
+        (new / CONFIG).write_text(model.config.to_json())
+        save_file({name: tensor.detach().contiguous() for name, tensor in stored_tensors(model).items()}, new / WEIGHTS)
+        if tokenizer is not None:
+            shutil.copyfile(tokenizer, new / TOKENIZER)
+
+
+def load_checkpoint(folder: str | Path) -> ReferenceModel:
+    """Return the model of a checkpoint, ready for inference; anything that does not fit is refused, all at once."""
+    folder = Path(folder)
+    model = ReferenceModel(_read_config(folder / CONFIG)).eval()
+    found, expected = _read_tensors(folder / WEIGHTS), stored_tensors(model)
+    reasons = [f"missing {name} {list(tensor.shape)}" for name, tensor in expected.items() if name not in found]
+    reasons += [f"extra {name} {list(tensor.shape)}" for name, tensor in found.items() if name not in expected]
+    for name in expected.keys() & found.keys():
+        reasons += _wrong_tensor(name, found[name], expected[name])
+    if reasons:
+        raise CheckpointError(in_one_line(f"{folder / WEIGHTS} does not fit its {CONFIG}", sorted(reasons)))
+    with torch.no_grad():
+        for name, tensor in expected.items():
+            tensor.copy_(found[name])
+    return model
+
+
+def _wrong_tensor(name: str, found: Tensor, expected: Tensor) -> list[str]:
+    if found.shape != expected.shape:
+        return [f"{name} has shape {list(found.shape)}, expected {list(expected.shape)}"]
+    # Storage in half precision is fine, an integer where a weight belongs is not.
+    if found.is_floating_point() != expected.is_floating_point():
+        return [f"{name} is {found.dtype}, expected {expected.dtype}"]
+    if found.is_floating_point() and not found.isfinite().all():
+        return [f"{name} holds NaN or infinity"]
+    return []
+
+
+def _read_config(path: Path) -> ModelConfig:
+    try:
+        return ModelConfig.from_json(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; a checkpoint is a folder with {CONFIG} and {WEIGHTS}") from error
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; is the file whole?") from error

@@ -1,0 +1,244 @@
+"""The configuration of a reference model: every choice, what goes with what, and its JSON form. Imports no torch."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from fatdeploy.errors import ConfigError, in_one_line
+
+HeadMask = Literal["local", "strided", "global_tokens"]
+EncoderAttention = Literal[
+    "scaled_dot",
+    "dot",
+    "additive",
+    "slow",
+    "local",
+    "strided",
+    "global_tokens",
+    "linformer",
+    "compressed",
+    "linear",
+    "synthesizer",
+]
+DecoderAttention = Literal["scaled_dot", "dot", "additive", "local", "linear", "full"]
+CrossAttention = Literal["scaled_dot", "dot", "additive", "fast_fc"]
+Features = Literal["elu", "softmax", "random", "performer"]
+FcSoftmax = Literal["tanh", "tanh_bounded", "softmax"]
+Relative = Literal["none", "table", "angle"]
+Direction = Literal["both", "left_to_right", "right_to_left"]
+Activation = Literal["relu", "gelu", "swish"]
+
+# Self-attentions whose scores have a place for a term that depends on the distance alone.
+_TAKES_RELATIVE = {"scaled_dot", "dot", "additive", "slow", "local", "strided", "global_tokens", "full"}
+# Encoder attentions that mix all positions before they are compared: no direction can be kept apart afterwards.
+_BOTH_DIRECTIONS_ONLY = {"linformer", "compressed"}
+
+# Smallest legal value of every number; the largest, where there is one, is checked with what it depends on.
+_AT_LEAST = {
+    "vocab_size": 4,
+    "width": 1,
+    "heads": 1,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "ffn_width": 1,
+    "max_source": 1,
+    "max_target": 1,
+    "pad_id": 0,
+    "bos_id": 0,
+    "eos_id": 0,
+    "dropout": 0,
+    "window": 0,
+    "stride": 1,
+    "n_global_tokens": 1,
+    "linformer_rows": 1,
+    "compression": 1,
+    "random_features": 1,
+    "positional_mlp": 0,
+    "hybrid_threshold": 0,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One encoder-decoder; the named systems are presets of it. Values that do not go together are refused, all at once."""
+
+    vocab_size: int
+    width: int
+    heads: int
+    encoder_layers: int
+    decoder_layers: int
+    ffn_width: int
+    max_source: int
+    max_target: int
+    pad_id: int = 0
+    bos_id: int = 1
+    eos_id: int = 2
+    norm: Literal["pre", "post"] = "pre"
+    activation: Activation = "relu"
+    tie_embeddings: bool = True
+    scale_embeddings: bool = True
+    dropout: float = 0.0
+
+    encoder_attention: EncoderAttention | tuple[HeadMask, ...] = "scaled_dot"
+    encoder_direction: Direction = "both"
+    window: int = 8
+    stride: int = 4
+    n_global_tokens: int = 2
+    linformer_rows: int = 16
+    compression: int = 2
+    synthesizer: Literal["random", "dense"] = "random"
+    features: Features = "elu"
+    random_features: int = 64
+
+    decoder_attention: DecoderAttention = "scaled_dot"
+    cross_attention: CrossAttention = "scaled_dot"
+    fc_softmax: FcSoftmax = "tanh_bounded"
+    cross_wiring: Literal["last", "matched"] = "last"
+
+    positions: Literal["sinusoidal", "learned", "none"] = "sinusoidal"
+    relative: Relative = "none"
+    positional_mlp: int = 0
+
+    head: Literal["linear", "mlp"] = "linear"
+    copy: bool = False
+    decoding: Literal["autoregressive", "parallel"] = "autoregressive"
+    length: Literal["head", "eos"] = "head"
+    target_order: Literal["left_to_right", "right_to_left"] = "left_to_right"
+    hybrid: bool = False
+    hybrid_threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        # Combinations are only judged between values that are each legal: a wrong type would break the comparison.
+        reasons = self._wrong_values() or [*self._wrong_sizes(), *self._wrong_attentions(), *self._wrong_outputs()]
+        if reasons:
+            raise ConfigError(in_one_line("configuration refused", reasons))
+
+    @property
+    def head_width(self) -> int:
+        """D, the width of one head."""
+        return self.width // self.heads
+
+    @property
+    def parallel(self) -> bool:
+        """Whether all target positions are decoded in one call (NAT)."""
+        return self.decoding == "parallel"
+
+    @property
+    def feature_width(self) -> int:
+        """F, the features that a linear attention compares a query and a key by."""
+        return {"random": 2 * self.random_features, "performer": self.random_features}.get(self.features, self.head_width)
+
+    def to_json(self) -> str:
+        """Return all values as a JSON object, defaults included: a later change of a default changes no checkpoint."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "ModelConfig":
+        """Return the configuration that ``to_json`` wrote; unknown and missing names are refused together."""
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"configuration is not JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"configuration is a JSON {type(values).__name__}, expected an object")
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        reasons = [f"{name}: unknown" for name in values if name not in fields]
+        reasons += [
+            f"{name}: missing"
+            for name, field in fields.items()
+            if name not in values and field.default is dataclasses.MISSING
+        ]
+        if reasons:
+            raise ConfigError(in_one_line("configuration refused", reasons))
+        if isinstance(values.get("encoder_attention"), list):
+            values["encoder_attention"] = tuple(values["encoder_attention"])
+        return cls(**values)
+
+    def _wrong_values(self) -> list[str]:
+        # `not a >= b` instead of `a < b` throughout: it also refuses NaN.
+        reasons = []
+        for name, kind in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            reason = self._wrong_heads() if name == "encoder_attention" else _wrong_value(value, kind)
+            if not reason and name in _AT_LEAST and not value >= _AT_LEAST[name]:
+                reason = f"must be at least {_AT_LEAST[name]}, found {value}"
+            if reason:
+                reasons.append(f"{name}: {reason}")
+        return reasons
+
+    def _wrong_heads(self) -> str:
+        attention: Any = self.encoder_attention
+        if not isinstance(attention, tuple):
+            return _wrong_value(attention, EncoderAttention)
+        wrong = [value for value in attention if value not in get_args(HeadMask)]
+        if wrong:
+            return f"a tuple names one of {list(get_args(HeadMask))} a head, found {wrong}"
+        if len(attention) != self.heads:
+            return f"a tuple names one mask for each of {self.heads} heads, found {len(attention)}"
+        return ""
+
+    def _wrong_sizes(self) -> list[str]:
+        reasons = []
+        if self.width % self.heads:
+            reasons.append(f"width: {self.width} is not a multiple of heads = {self.heads}")
+        if self.positions == "sinusoidal" and self.width % 2:
+            reasons.append(f"width: sinusoidal positions need an even width, found {self.width}")
+        ids = {"pad_id": self.pad_id, "bos_id": self.bos_id, "eos_id": self.eos_id}
+        reasons += [
+            f"{name}: must be below vocab_size = {self.vocab_size}, found {value}"
+            for name, value in ids.items()
+            if value >= self.vocab_size
+        ]
+        if len(set(ids.values())) < len(ids):
+            reasons.append(f"pad_id, bos_id, eos_id: must differ, found {list(ids.values())}")
+        if not self.dropout < 1:
+            reasons.append(f"dropout: must be below 1, found {self.dropout}")
+        if not self.hybrid_threshold <= 1:
+            reasons.append(f"hybrid_threshold: must be at most 1, found {self.hybrid_threshold}")
+        return reasons
+
+    def _wrong_attentions(self) -> list[str]:
+        reasons = []
+        encoder, features = self.encoder_attention, self.features
+        mixes = encoder in _BOTH_DIRECTIONS_ONLY or (encoder == "linear" and features == "softmax")
+        if self.encoder_direction != "both" and mixes:
+            name = f"linear with features = {features}" if encoder == "linear" else encoder
+            reasons.append(f"encoder_direction: {name} attention has no direction, use both")
+        if self.relative != "none":
+            # Every mask that a tuple may hold takes relative scores.
+            if isinstance(encoder, str) and encoder not in _TAKES_RELATIVE:
+                reasons.append(f"relative: encoder_attention = {encoder} takes no relative scores")
+            if self.decoder_attention not in _TAKES_RELATIVE:
+                reasons.append(f"relative: decoder_attention = {self.decoder_attention} takes no relative scores")
+        if self.decoder_attention == "linear" and features == "softmax":
+            reasons.append("features: softmax runs over all positions, a decoder's linear attention cannot; use elu")
+        if self.cross_wiring == "matched" and self.encoder_layers != self.decoder_layers:
+            reasons.append(
+                "cross_wiring: matched needs as many encoder as decoder layers, "
+                f"found {self.encoder_layers} and {self.decoder_layers}"
+            )
+        if self.positional_mlp and self.positions == "none":
+            reasons.append("positional_mlp: needs position vectors, found positions = none")
+        return reasons
+
+    def _wrong_outputs(self) -> list[str]:
+        reasons = []
+        if self.parallel != (self.decoder_attention == "full"):
+            reasons.append(
+                "decoder_attention: full and decoding: parallel need each other, "
+                f"found {self.decoder_attention} and {self.decoding}"
+            )
+        if self.copy and self.cross_attention == "fast_fc" and self.fc_softmax != "softmax":
+            reasons.append(f"copy: weights of fc_softmax = {self.fc_softmax} are not probabilities, use softmax")
+        if self.hybrid and self.parallel:
+            reasons.append("hybrid: decides by the input token, which parallel decoding does not have")
+        return reasons
+
+
+def _wrong_value(value: object, kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "" if value in get_args(kind) else f"expected one of {list(get_args(kind))}, found {value!r}"
+    # bool is an int and an int serves as a float, but a model with True heads is a mistake.
+    fits = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
+    return "" if fits else f"expected {kind.__name__}, found {value!r}"

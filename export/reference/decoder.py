@@ -1,0 +1,248 @@
+"""The decoder: self-attentions with their incremental state, cross-attentions over projected memory, and the stack."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fatdeploy.export.reference.attention import (
+    FeatureMap,
+    LayerState,
+    Scores,
+    attend,
+    attend_cached,
+    linear_state,
+    masked_softmax,
+    merge_heads,
+    split_heads,
+)
+from fatdeploy.export.reference.config import ModelConfig
+from fatdeploy.export.reference.layers import FeedForward, Residual, layer_norm
+from fatdeploy.export.reference.positions import RelativeScores
+
+
+@dataclass
+class Memory:
+    """All that the decoder needs of the source: cross keys and values are projected once, never a step, never a beam."""
+
+    source: Tensor  # [B, S] ids
+    valid: Tensor  # [B, S], True = a real token
+    keys: list[Tensor]  # a decoder layer, [B, H, S, D]
+    values: list[Tensor]
+    length_logits: Tensor | None = None  # [B, max_target], of parallel models with a length head
+
+
+@dataclass
+class DecoderState:
+    """One position for the whole batch, and each layer's tensors over rows."""
+
+    position: int = 0
+    layers: list[LayerState] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What all layers of the decoder read of one call, computed once."""
+
+    at: Tensor  # [t] positions of the call
+    allowed: Tensor  # [R or 1, 1, t, J], which target positions a query sees
+    relative: Tensor | None  # [H, t, J]
+    gate: Tensor | None  # [R, t] bool of the hybrid forward pass; None where there is none
+    skip_cross: bool  # the gate is closed for every row and position
+
+
+def seen(config: ModelConfig, at: Tensor, end: int, tokens: Tensor) -> Tensor:
+    """Return which target positions each query sees: the past, the window of ``local``, or a row's length if parallel."""
+    j = torch.arange(end, device=at.device)
+    if config.parallel:
+        return (tokens != config.pad_id)[:, None, None, :]
+    distance = at[:, None] - j
+    allowed = distance >= 0
+    if config.decoder_attention == "local":
+        allowed = allowed & (distance <= config.window)
+    return allowed[None, None]
+
+
+class CachedAttention(nn.Module):
+    """``scaled_dot``, ``dot``, ``additive``, ``local`` with key and value caches, and ``full`` without."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+        self.scores = Scores(config.decoder_attention, config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, state: LayerState, call: Call, position: int) -> tuple[Tensor, LayerState]:
+        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, -1))
+        k, v = attend_cached(k, v, state, position)
+        scores = self.scores(q, k)
+        if call.relative is not None:
+            scores = scores + call.relative
+        return self.out(attend(masked_softmax(scores, call.allowed), v, self.dropout)), state
+
+
+class RecurrentAttention(nn.Module):
+    """Causal ``linear`` attention: a state of constant size instead of caches."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+        self.features = FeatureMap(config)
+
+    def forward(self, x: Tensor, state: LayerState, call: Call, position: int) -> tuple[Tensor, LayerState]:  # noqa: ARG002
+        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, -1))
+        sums, normaliser, state = linear_state(self.features.queries(q), self.features.keys(k), v, state)
+        return self.out(merge_heads(self.features.quotient(sums, normaliser))), state
+
+
+class CrossAttention(nn.Module):
+    """``scaled_dot``, ``dot`` or ``additive`` attention of the target to the source."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.q = nn.Linear(config.width, config.width)
+        self.kv = nn.Linear(config.width, 2 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+        self.scores = Scores(config.cross_attention, config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def project(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values [B, H, S, D] of an encoder output."""
+        k, v = (split_heads(part, self.heads) for part in self.kv(encoded).chunk(2, -1))
+        return k, v
+
+    def weigh(self, queries: Tensor, keys: Tensor, valid: Tensor, at: Tensor) -> Tensor:  # noqa: ARG002
+        """Return the weights [B, H, I, S]; ``at`` [I] holds the target position of each query."""
+        return masked_softmax(self.scores(queries, keys), valid[:, None, None, :])
+
+    def mix(self, x: Tensor, attended: Tensor) -> Tensor:  # noqa: ARG002
+        """Return the sub-layer's output from what was attended to."""
+        mixed: Tensor = self.out(attended)
+        return mixed
+
+    def forward(self, x: Tensor, memory: Memory, layer: int, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Return output [R, t, M] and weights [R, H, t, S]; the rows of a source are queries of one another's memory."""
+        rows, steps = x.shape[:2]
+        batch = len(memory.valid)
+        queries = split_heads(self.q(x.reshape(batch, -1, x.shape[-1])), self.heads)  # [B, H, R/B·t, D]
+        weights = self.weigh(queries, memory.keys[layer], memory.valid, at.repeat(rows // batch))
+        attended = attend(weights, memory.values[layer], self.dropout).reshape(x.shape)
+        by_row = weights.unflatten(2, (rows // batch, steps)).transpose(1, 2).flatten(0, 1)
+        return self.mix(x, attended), by_row
+
+
+class FastFullyConnected(CrossAttention):
+    """Fast Fully Connected Softmax: a learned score a pair of positions, tanh weights, a gate, no output bias."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.form = config.fc_softmax
+        self.position_scores = nn.Parameter(torch.zeros(config.max_target, config.max_source))
+        self.head_bias = nn.Parameter(torch.zeros(config.heads))
+        self.gate = nn.Linear(config.width, config.width)
+        self.out = nn.Linear(config.width, config.width, bias=False)
+
+    def weigh(self, queries: Tensor, keys: Tensor, valid: Tensor, at: Tensor) -> Tensor:
+        bias = self.position_scores[at, : keys.shape[2]] + self.head_bias[:, None, None]  # [H, I, S]
+        scores = self.scores(queries, keys) + bias
+        real = valid[:, None, None, :]
+        if self.form == "softmax":
+            return masked_softmax(scores, real)
+        total = scores.masked_fill(~real, -torch.inf).logsumexp(-1, keepdim=True)
+        # tanh_bounded divides by 1 + Σ exp: softplus(log Σ exp) is its logarithm without overflow.
+        shrink = functional.softplus(total) if self.form == "tanh_bounded" else total
+        # The mask comes after the tanh: tanh(-inf) is -1, not 0.
+        return scores.tanh() * (-shrink).exp() * real
+
+    def mix(self, x: Tensor, attended: Tensor) -> Tensor:
+        gated: Tensor = self.out(self.gate(x).sigmoid() * attended)
+        return gated
+
+
+class DecoderLayer(nn.Module):
+    """Self-attention, cross-attention, feed-forward network."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.self_residual, self.cross_residual = Residual(config), Residual(config)
+        self.attention = (RecurrentAttention if config.decoder_attention == "linear" else CachedAttention)(config)
+        self.cross = (FastFullyConnected if config.cross_attention == "fast_fc" else CrossAttention)(config)
+        self.ffn = FeedForward(config)
+
+    def attend_self(self, x: Tensor, state: LayerState, call: Call, position: int) -> tuple[Tensor, LayerState]:
+        """Return x after self-attention, and the layer's next state."""
+        y, state = self.attention(self.self_residual.enter(x), state, call, position)
+        return self.self_residual.leave(x, y), state
+
+    def attend_source(self, x: Tensor, memory: Memory, layer: int, call: Call) -> tuple[Tensor, Tensor | None]:
+        """Return x after cross-attention and its weights; where the gate is closed the sub-layer adds exactly 0."""
+        if call.skip_cross:
+            return self.cross_residual.leave(x, None), None
+        y, weights = self.cross(self.cross_residual.enter(x), memory, layer, call.at)
+        if call.gate is not None:
+            y = y * call.gate[..., None]
+        return self.cross_residual.leave(x, y), weights
+
+
+class Decoder(nn.Module):
+    """The stack over one call's tokens."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
+        self.norm = layer_norm(config) if config.norm == "pre" else None
+        self.relative = RelativeScores(config, config.max_target) if config.relative != "none" else None
+
+    def project(self, encoded: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return every layer's cross keys and values from the encoder outputs that the wiring gives it."""
+        inputs = encoded if self.config.cross_wiring == "matched" else encoded * len(self.layers)
+        pairs = [layer.cross.project(output) for layer, output in zip(self.stack(), inputs, strict=True)]
+        return [keys for keys, _ in pairs], [values for _, values in pairs]
+
+    def start(self, rows: int, capacity: int) -> DecoderState:
+        """Return the state before the first token: caches for ``capacity`` positions, or zero sums."""
+        like, config = self.layers[0].ffn.out.weight, self.config
+        heads, width, features = config.heads, config.head_width, config.feature_width
+        shapes: list[tuple[int, ...]] = [(rows, heads, capacity, width)] * 2
+        if config.decoder_attention == "linear":
+            shapes = [(rows, heads, features, width), (rows, heads, features)]
+        elif config.parallel:
+            shapes = []
+        return DecoderState(0, [tuple(like.new_zeros(shape) for shape in shapes) for _ in self.layers])
+
+    def call(self, tokens: Tensor, position: int, gate: Tensor | None) -> Call:
+        """Return what the layers share in a call on tokens [R, t] that begins at ``position``."""
+        end = position + tokens.shape[1]
+        at = torch.arange(position, end, device=tokens.device)
+        return Call(
+            at=at,
+            allowed=seen(self.config, at, end, tokens),
+            relative=None if self.relative is None else self.relative(at, torch.arange(end, device=tokens.device)),
+            gate=gate,
+            skip_cross=gate is not None and not bool(gate.any()),
+        )
+
+    def forward(
+        self, x: Tensor, state: DecoderState, memory: Memory, call: Call
+    ) -> tuple[Tensor, Tensor | None, DecoderState]:
+        """Return hidden states [R, t, M], the last layer's cross weights [R, H, t, S] if executed, and the next state."""
+        weights: Tensor | None = None
+        following = []
+        for index, layer in enumerate(self.stack()):
+            x, layer_state = layer.attend_self(x, state.layers[index], call, state.position)
+            x, weights = layer.attend_source(x, memory, index, call)
+            x = layer.ffn(x)
+            following.append(layer_state)
+        hidden = x if self.norm is None else self.norm(x)
+        return hidden, weights, DecoderState(state.position + len(call.at), following)
+
+    def stack(self) -> list[DecoderLayer]:
+        """Return the layers with their type."""
+        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]

@@ -1,0 +1,250 @@
+"""The encoder: every self-attention it can have, one class a mechanism, and the stack."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fatdeploy.export.reference.attention import (
+    FeatureMap,
+    Scores,
+    attend,
+    masked_softmax,
+    merge_heads,
+    slow_scores,
+    split_heads,
+)
+from fatdeploy.export.reference.config import ModelConfig
+from fatdeploy.export.reference.layers import FeedForward, Residual, layer_norm
+from fatdeploy.export.reference.positions import RelativeScores
+
+
+@dataclass(frozen=True)
+class Source:
+    """What all layers of the encoder read of the source, computed once."""
+
+    valid: Tensor  # [B, S], True = a real token
+    embedded: Tensor  # [B, S, M], x̂ of the slow attention
+    allowed: Tensor  # [B, 1 or H, S, S], which keys a query sees
+    relative: Tensor | None  # [H, S, S]
+
+    def weighed(self, scores: Tensor) -> Tensor:
+        """Return the weights of scores over this source's positions."""
+        return masked_softmax(scores if self.relative is None else scores + self.relative, self.allowed)
+
+
+def seen(config: ModelConfig, valid: Tensor) -> Tensor:
+    """Return which keys each query sees, [B, 1 or H, S, S]: mask of the attention, direction, padding."""
+    i = torch.arange(valid.shape[1], device=valid.device)[:, None]
+    j = i.T
+    attention = config.encoder_attention
+    kinds = attention if isinstance(attention, tuple) else (attention,)
+    masks = {
+        "local": (i - j).abs() <= config.window,
+        "strided": (i - j) % config.stride == 0,
+        "global_tokens": (i < config.n_global_tokens) | (j < config.n_global_tokens) | (i == j),
+    }
+    everything = torch.ones_like(masks["local"])
+    direction = {"both": everything, "left_to_right": j <= i, "right_to_left": j >= i}[config.encoder_direction]
+    pattern = torch.stack([masks.get(kind, everything) & direction for kind in kinds])  # [1 or H, S, S]
+    # A padded query sees everything: nobody reads its result, but a softmax over nothing would be NaN, and a weight of
+    # 0 times NaN is NaN.
+    return (pattern & valid[:, None, None, :]) | ~valid[:, None, :, None]
+
+
+class SoftmaxAttention(nn.Module):
+    """``scaled_dot``, ``dot``, ``additive`` and the masks over ``scaled_dot``."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+        self.scores = Scores(config.encoder_attention, config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, h: Tensor, source: Source) -> Tensor:
+        q, k, v = (split_heads(part, self.heads) for part in self.qkv(h).chunk(3, -1))
+        mixed: Tensor = self.out(attend(source.weighed(self.scores(q, k)), v, self.dropout))
+        return mixed
+
+
+class SlowAttention(nn.Module):
+    """Slow Multi-Head Attention: queries from the embedded source, keys and values from the layer below."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.q = nn.Linear(config.width, config.width)
+        self.kv = nn.Linear(config.width, 2 * config.width)
+        self.turn_queries = nn.Parameter(torch.zeros(config.heads, config.head_width, config.head_width))
+        self.turn_keys = nn.Parameter(torch.zeros(config.heads, config.head_width, config.head_width))
+        self.gate = nn.Linear(config.width, config.width)
+        self.out = nn.Linear(config.width, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, h: Tensor, source: Source) -> Tensor:
+        k, v = (split_heads(part, self.heads) for part in self.kv(h).chunk(2, -1))
+        a = split_heads(self.q(source.embedded), self.heads) @ self.turn_queries.transpose(-1, -2)
+        c = k @ self.turn_keys.transpose(-1, -2)
+        mixed = attend(source.weighed(slow_scores(a, c)), v, self.dropout)
+        gated: Tensor = self.out(mixed * self.gate(source.embedded).sigmoid())
+        return gated
+
+
+class LinformerAttention(SoftmaxAttention):
+    """Keys and values projected along the source to a fixed number of rows, shared by heads."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.shorten_keys = nn.Parameter(torch.zeros(config.linformer_rows, config.max_source))
+        self.shorten_values = nn.Parameter(torch.zeros(config.linformer_rows, config.max_source))
+
+    def forward(self, h: Tensor, source: Source) -> Tensor:
+        q, k, v = self.qkv(h).chunk(3, -1)
+        real, length = source.valid[..., None], h.shape[1]
+        k, v = self.shorten_keys[:, :length] @ (k * real), self.shorten_values[:, :length] @ (v * real)
+        q, k, v = (split_heads(part, self.heads) for part in (q, k, v))
+        mixed: Tensor = self.out(attend(self.scores(q, k).softmax(-1), v, self.dropout))
+        return mixed
+
+
+class CompressedAttention(SoftmaxAttention):
+    """Keys and values through a convolution whose kernel is its stride: ceil(S / r) rows."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.ratio = config.compression
+        self.compress_keys = nn.Conv1d(config.width, config.width, self.ratio, stride=self.ratio)
+        self.compress_values = nn.Conv1d(config.width, config.width, self.ratio, stride=self.ratio)
+
+    def forward(self, h: Tensor, source: Source) -> Tensor:
+        q, k, v = self.qkv(h).chunk(3, -1)
+        k, v = (self._compressed(part, source.valid, conv) for part, conv in self._pairs(k, v))
+        valid = nn.functional.pad(source.valid, (0, self._missing(h))).unflatten(1, (-1, self.ratio)).any(-1)
+        q, k, v = (split_heads(part, self.heads) for part in (q, k, v))
+        weights = masked_softmax(self.scores(q, k), valid[:, None, None, :])
+        mixed: Tensor = self.out(attend(weights, v, self.dropout))
+        return mixed
+
+    def _pairs(self, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, nn.Conv1d], tuple[Tensor, nn.Conv1d]]:
+        return (k, self.compress_keys), (v, self.compress_values)
+
+    def _missing(self, x: Tensor) -> int:
+        return -x.shape[1] % self.ratio
+
+    def _compressed(self, x: Tensor, valid: Tensor, conv: nn.Conv1d) -> Tensor:
+        padded = nn.functional.pad((x * valid[..., None]).transpose(1, 2), (0, self._missing(x)))
+        compressed: Tensor = conv(padded).transpose(1, 2)
+        return compressed
+
+
+class LinearAttention(nn.Module):
+    """Attention through feature maps; in one direction the scores are masked, in both they are never formed."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.both = config.encoder_direction == "both"
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+        self.features = FeatureMap(config)
+
+    def forward(self, h: Tensor, source: Source) -> Tensor:
+        q, k, v = (split_heads(part, self.heads) for part in self.qkv(h).chunk(3, -1))
+        q, k = self.features.queries(q), self.features.keys(k, source.valid)
+        v = v * source.valid[:, None, :, None]
+        if self.both:
+            sums, normaliser = q @ (k.transpose(-1, -2) @ v), q @ k.sum(2)[..., None]
+        else:
+            scores = (q @ k.transpose(-1, -2)) * source.allowed
+            sums, normaliser = scores @ v, scores.sum(-1, keepdim=True)
+        mixed: Tensor = self.out(merge_heads(self.features.quotient(sums, normaliser)))
+        return mixed
+
+
+class SynthesizerAttention(nn.Module):
+    """Weights that compare nothing: learned a pair of positions (``random``), or from the query alone (``dense``)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.values = nn.Linear(config.width, config.width)
+        self.out = nn.Linear(config.width, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.dense = config.synthesizer == "dense"
+        if self.dense:
+            self.into = nn.Linear(config.width, config.width)
+            self.scores = nn.Parameter(torch.zeros(config.heads, config.max_source, config.head_width))
+            self.bias = nn.Parameter(torch.zeros(config.heads, config.max_source))
+        else:
+            self.scores = nn.Parameter(torch.zeros(config.heads, config.max_source, config.max_source))
+
+    def forward(self, h: Tensor, source: Source) -> Tensor:
+        length = h.shape[1]
+        if self.dense:
+            inner = split_heads(self.into(h).relu(), self.heads)
+            scores = inner @ self.scores[:, :length].transpose(-1, -2) + self.bias[:, None, :length]
+        else:
+            scores = self.scores[:, :length, :length]
+        weights = source.weighed(scores)
+        mixed: Tensor = self.out(attend(weights, split_heads(self.values(h), self.heads), self.dropout))
+        return mixed
+
+
+_ATTENTIONS: dict[object, type[nn.Module]] = {
+    "slow": SlowAttention,
+    "linformer": LinformerAttention,
+    "compressed": CompressedAttention,
+    "linear": LinearAttention,
+    "synthesizer": SynthesizerAttention,
+}
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and feed-forward network."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.residual = Residual(config)
+        self.attention = _ATTENTIONS.get(config.encoder_attention, SoftmaxAttention)(config)
+        self.ffn = FeedForward(config)
+
+    def forward(self, x: Tensor, source: Source) -> Tensor:
+        x = self.residual.leave(x, self.attention(self.residual.enter(x), source))
+        mixed: Tensor = self.ffn(x)
+        return mixed
+
+
+class Encoder(nn.Module):
+    """The stack; returns what each decoder layer projects its keys and values from."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))
+        self.norm = layer_norm(config) if config.norm == "pre" else None
+        self.query_norm = layer_norm(config) if config.encoder_attention == "slow" and config.norm == "pre" else None
+        self.relative = RelativeScores(config, config.max_source) if config.relative != "none" else None
+
+    def forward(self, x: Tensor, valid: Tensor) -> list[Tensor]:
+        """Return the outputs that ``cross_wiring`` asks for, through the final norm where there is one, the last one last."""
+        source = Source(
+            valid=valid,
+            embedded=x if self.query_norm is None else self.query_norm(x),
+            allowed=seen(self.config, valid),
+            relative=self._relative(x),
+        )
+        outputs = []
+        for layer in self.layers:
+            x = layer(x, source)
+            outputs.append(x)
+        wanted = outputs if self.config.cross_wiring == "matched" else outputs[-1:]
+        return wanted if self.norm is None else [self.norm(output) for output in wanted]
+
+    def _relative(self, x: Tensor) -> Tensor | None:
+        if self.relative is None:
+            return None
+        at = torch.arange(x.shape[1], device=x.device)
+        scores: Tensor = self.relative(at, at)
+        return scores

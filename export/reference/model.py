@@ -1,0 +1,182 @@
+"""The whole model: embeddings, hybrid gate, both stacks, head, copy mechanism, length head."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fatdeploy.errors import ConfigError, SpecMismatch
+from fatdeploy.export.reference.config import Activation, ModelConfig
+from fatdeploy.export.reference.decoder import Decoder, DecoderState, Memory
+from fatdeploy.export.reference.encoder import Encoder
+from fatdeploy.export.reference.layers import activated
+from fatdeploy.export.reference.positions import Positions
+from fatdeploy.spec import ModelSpec, StateSpec, cache_specs, recurrent_specs
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What the decoder made of one call, before it is turned into scores of the vocabulary."""
+
+    hidden: Tensor  # [R, t, M], what the output matrix multiplies
+    weights: Tensor | None  # [R, H, t, S] of the last cross-attention; None where it was not executed
+    copy_gate: Tensor | None  # [R, t, 1], how much is generated rather than copied; None without copy
+
+
+def spec_from_config(config: ModelConfig) -> ModelSpec:
+    """Return the contract of a model with this configuration."""
+    state: list[StateSpec] = []
+    for layer in range(config.decoder_layers):
+        if config.decoder_attention == "linear":
+            state += recurrent_specs(layer, config.heads, config.feature_width, config.head_width)
+        elif not config.parallel:
+            state += cache_specs(layer, config.heads, config.head_width)
+    return ModelSpec(
+        vocab_size=config.vocab_size,
+        width=config.width,
+        max_source=config.max_source,
+        max_target=config.max_target,
+        pad_id=config.pad_id,
+        bos_id=config.bos_id,
+        eos_id=config.eos_id,
+        decoding=config.decoding,
+        length=config.length,
+        target_order=config.target_order,
+        state=tuple(state),
+    )
+
+
+class MlpHead(nn.Module):
+    """Linear, activation, Linear before the output matrix."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.into = nn.Linear(config.width, config.width)
+        self.out = nn.Linear(config.width, config.width)
+        self.activation: Activation = config.activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        mapped: Tensor = self.out(activated(self.into(x), self.activation))
+        return mapped
+
+
+class ReferenceModel(nn.Module):
+    """An encoder-decoder of the FAT family: ``encode``, ``start``, ``step``, and ``forward`` for whole sequences."""
+
+    keep: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.spec = spec_from_config(config)
+        self.source_embedding = nn.Embedding(config.vocab_size, config.width)
+        tied = config.tie_embeddings
+        self.target_embedding = self.source_embedding if tied else nn.Embedding(config.vocab_size, config.width)
+        self.output = self.source_embedding if tied else nn.Embedding(config.vocab_size, config.width)
+        self.source_positions = Positions(config, config.max_source)
+        self.target_positions = Positions(config, config.max_target)
+        self.encoder = Encoder(config)
+        self.decoder = Decoder(config)
+        self.head = MlpHead(config) if config.head == "mlp" else nn.Identity()
+        self.copy = nn.Linear(config.width, 1, bias=False) if config.copy else None
+        self.length = nn.Linear(config.width, config.max_target) if self._has_length_head else None
+        self.dropout = nn.Dropout(config.dropout)
+        self.scale = math.sqrt(config.width) if config.scale_embeddings else 1.0
+        if config.hybrid:
+            self.register_buffer("keep", kept(torch.arange(config.vocab_size), config))
+
+    @property
+    def _has_length_head(self) -> bool:
+        return self.config.parallel and self.config.length == "head"
+
+    def encode(self, source: Tensor, source_mask: Tensor) -> Memory:
+        """Return all that the decoder needs of source [B, S]; the mask is True at real tokens, padding on the right."""
+        self.spec.check_source(source.cpu().numpy(), source_mask.cpu().numpy())
+        at = torch.arange(source.shape[1], device=source.device)
+        embedded = self.source_positions(self.source_embedding(source) * self.scale, at)
+        encoded = self.encoder(self.dropout(embedded), source_mask)
+        keys, values = self.decoder.project(encoded)
+        return Memory(source, source_mask, keys, values, self._length_logits(encoded[-1], source_mask))
+
+    def start(self, memory: Memory, capacity: int | None = None) -> DecoderState:
+        """Return empty caches for ``capacity`` positions (``max_target`` unless said), or zero recurrent state."""
+        capacity = self.config.max_target if capacity is None else capacity
+        if not 1 <= capacity <= self.config.max_target:
+            raise ConfigError(f"capacity must lie in 1…{self.config.max_target} (max_target), found {capacity}")
+        return self.decoder.start(len(memory.valid), capacity)
+
+    def step(self, tokens: Tensor, state: DecoderState, memory: Memory) -> tuple[Tensor, DecoderState]:
+        """Return logits [R, t, V] of the next tokens and the state after ``tokens`` [R, t]; caches move in place."""
+        decoded, state = self.decode(tokens, state, memory)
+        return self.logits(decoded, memory), state
+
+    def forward(self, source: Tensor, source_mask: Tensor, target_in: Tensor) -> Tensor:
+        """Return logits [B, T, V] for a whole target at once (teacher forcing), without caches."""
+        memory = self.encode(source, source_mask)
+        logits, _ = self.step(target_in, self.stateless(), memory)
+        return logits
+
+    def stateless(self) -> DecoderState:
+        """Return a state without caches, for one call on a whole target."""
+        return DecoderState(0, [()] * self.config.decoder_layers)
+
+    def decode(self, tokens: Tensor, state: DecoderState, memory: Memory) -> tuple[Decoded, DecoderState]:
+        """Return the decoder's result for ``tokens`` [R, t] and the state after them, without the vocabulary's scores."""
+        self._check_step(tokens, state, memory)
+        gate = self._gate(tokens, memory)
+        call = self.decoder.call(tokens, state.position, gate)
+        embedded = self.target_embedding(tokens) * self.scale
+        if gate is not None:
+            embedded = embedded * gate[..., None]
+        x = self.dropout(self.target_positions(embedded, call.at))
+        h, weights, state = self.decoder(x, state, memory, call)
+        return Decoded(self.head(h), weights, self._copy_gate(h, gate)), state
+
+    def logits(self, decoded: Decoded, memory: Memory) -> Tensor:
+        """Return scores [R, t, V]; with the copy mechanism they are log-probabilities."""
+        logits = decoded.hidden @ self.output.weight.T
+        if decoded.copy_gate is None:
+            return logits
+        probability = decoded.copy_gate * logits.softmax(-1)
+        if decoded.weights is not None:
+            mean = decoded.weights.mean(1) * (1 - decoded.copy_gate)  # [R, t, S]
+            ids = memory.source.repeat_interleave(len(mean) // len(memory.source), 0)
+            probability = probability.scatter_add(-1, ids[:, None, :].expand_as(mean), mean)
+        return (probability + 1e-9).log()
+
+    def _check_step(self, tokens: Tensor, state: DecoderState, memory: Memory) -> None:
+        caches = state.layers[0] if self.config.decoder_attention != "linear" else ()
+        self.spec.check_tokens(tokens.cpu().numpy(), state.position, caches[0].shape[2] if caches else None)
+        if len(tokens) % len(memory.valid):
+            raise SpecMismatch(f"step refused: {len(tokens)} rows do not divide among {len(memory.valid)} sources")
+
+    def _gate(self, tokens: Tensor, memory: Memory) -> Tensor | None:
+        """Return which tokens carry source information, [R, t]: BOS, frequent ones, and those of the row's source."""
+        if not self.config.hybrid:
+            return None
+        batch = len(memory.source)
+        equal = tokens.reshape(batch, -1, 1) == memory.source[:, None, :]
+        in_source = (equal & memory.valid[:, None, :]).any(-1).reshape(tokens.shape)
+        carries = (tokens == self.config.bos_id) | self.keep[tokens] | in_source
+        return carries & (tokens != self.config.pad_id)
+
+    def _copy_gate(self, h: Tensor, gate: Tensor | None) -> Tensor | None:
+        if self.copy is None:
+            return None
+        generated: Tensor = self.copy(h).sigmoid()
+        # Without source information there is nothing to copy.
+        return generated if gate is None else generated.masked_fill(~gate[..., None], 1.0)
+
+    def _length_logits(self, encoded: Tensor, valid: Tensor) -> Tensor | None:
+        if self.length is None:
+            return None
+        real = valid[..., None]
+        mean = (encoded * real).sum(1) / real.sum(1)
+        logits: Tensor = self.length(mean)
+        return logits
+
+
+def kept(ranks: Tensor, config: ModelConfig) -> Tensor:
+    """Return which tokens keep their source information by frequency alone: rank < τ·V."""
+    return ranks < config.hybrid_threshold * config.vocab_size

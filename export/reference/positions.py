@@ -1,0 +1,69 @@
+"""Where a token stands: position vectors, the Positional MLP, and relative scores."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from fatdeploy.export.reference.config import ModelConfig
+
+RELATIVE_WINDOW = 16
+
+
+def sinusoidal_table(length: int, width: int) -> Tensor:
+    """Return PE(p, 2i) = sin(p / 10000^(2i/M)), PE(p, 2i+1) = cos(same) as [length, M]."""
+    exponents = torch.arange(0, width, 2, dtype=torch.float64) / width
+    angles = torch.arange(length, dtype=torch.float64)[:, None] / 10000**exponents
+    return torch.stack([angles.sin(), angles.cos()], -1).flatten(1).to(torch.get_default_dtype())
+
+
+class Positions(nn.Module):
+    """Adds to embedded tokens all that depends on their position alone."""
+
+    table: Tensor | None
+
+    def __init__(self, config: ModelConfig, length: int) -> None:
+        super().__init__()
+        if config.positions == "learned":
+            self.table = nn.Parameter(torch.zeros(length, config.width))
+        else:
+            # Computed, never saved: the formula is the truth.
+            fixed = sinusoidal_table(length, config.width) if config.positions == "sinusoidal" else None
+            self.register_buffer("table", fixed, persistent=False)
+        self.reach = config.positional_mlp
+        if self.reach:
+            self.into = nn.Linear(self.reach, config.width)
+            self.out = nn.Linear(config.width, config.width)
+
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        """Return x [R, L, M] with what belongs to the positions ``at`` [L] added."""
+        if self.table is None:
+            return x
+        x = x + self.table[at]
+        return x + self._correlated(self.table, at) if self.reach else x
+
+    def _correlated(self, table: Tensor, at: Tensor) -> Tensor:
+        before = at[:, None] - torch.arange(1, self.reach + 1, device=at.device)  # [L, W]
+        neighbours = table[before.clamp(min=0)] * (before >= 0)[..., None]  # [L, W, M]
+        correlations = (neighbours @ table[at][..., None]).squeeze(-1) / table.shape[1]
+        mixed: Tensor = self.out(self.into(correlations).relu())
+        return mixed
+
+
+class RelativeScores(nn.Module):
+    """A term of self-attention scores that depends on the distance between query i and key j: [H, I, J]."""
+
+    def __init__(self, config: ModelConfig, length: int) -> None:
+        super().__init__()
+        self.kind = config.relative
+        self.length = length
+        columns = 2 * RELATIVE_WINDOW + 1 if self.kind == "table" else 2
+        self.weights = nn.Parameter(torch.zeros(config.heads, columns))
+
+    def forward(self, i: Tensor, j: Tensor) -> Tensor:
+        distance = j[None, :] - i[:, None]
+        if self.kind == "table":
+            return self.weights[:, distance.clamp(-RELATIVE_WINDOW, RELATIVE_WINDOW) + RELATIVE_WINDOW]
+        angles = -distance.to(self.weights.dtype) * (math.pi / self.length)
+        turns = torch.stack([angles.sin(), angles.cos()])  # [2, I, J]
+        return torch.tensordot(self.weights, turns, dims=1)

@@ -1,0 +1,51 @@
+"""The named systems and their sizes, as configurations. Imports no torch."""
+
+from typing import Any
+
+from fatdeploy.errors import ConfigError
+from fatdeploy.export.reference.config import ModelConfig
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "transformer": {"norm": "post", "activation": "relu"},
+    "transformer-nat": {"norm": "post", "decoder_attention": "full", "decoding": "parallel", "length": "head"},
+    "fast": {"positions": "learned", "relative": "table", "positional_mlp": 8},
+    "at": {"encoder_direction": "left_to_right", "decoder_attention": "linear", "features": "elu", "head": "mlp"},
+    "fat": {
+        "encoder_attention": "slow",
+        "decoder_attention": "linear",
+        "features": "elu",
+        "cross_attention": "fast_fc",
+        "fc_softmax": "tanh_bounded",
+        "hybrid": True,
+    },
+}
+
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"layers": 2, "width": 32, "heads": 2, "ffn_width": 64, "vocab_size": 64, "maximum": 256},
+    "small": {"layers": 3, "width": 256, "heads": 4, "ffn_width": 1024, "vocab_size": 1000, "maximum": 256},
+    "base": {"layers": 6, "width": 512, "heads": 8, "ffn_width": 2048, "vocab_size": 32000, "maximum": 512},
+}
+
+
+def preset_names() -> list[str]:
+    """Return every name that ``config_from_preset`` takes, such as ``fat-small``."""
+    return [f"{preset}-{size}" for preset in PRESETS for size in SIZES]
+
+
+def config_from_preset(name: str, **changes: Any) -> ModelConfig:
+    """Return the configuration of a preset, with single values changed where a caller says so."""
+    preset, _, size = name.rpartition("-")
+    if preset not in PRESETS or size not in SIZES:
+        raise ConfigError(f"no preset {name!r}; there are {', '.join(preset_names())}. See: fatdeploy presets")
+    sizes = dict(SIZES[size])
+    layers, maximum = sizes.pop("layers"), sizes.pop("maximum")
+    values = {
+        **sizes,
+        "encoder_layers": layers,
+        "decoder_layers": layers,
+        "max_source": maximum,
+        "max_target": maximum,
+        **PRESETS[preset],
+        **changes,
+    }
+    return ModelConfig(**values)

@@ -1,0 +1,67 @@
+"""Folders that are replaced as a whole: written beside the old one, then exchanged with it."""
+
+import ctypes
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fatdeploy.errors import ConfigError
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+@contextmanager
+def replaced_folder(folder: Path, *, force: bool = False) -> Iterator[Path]:
+    """Yield an empty folder that takes the place of ``folder`` when the block ends without an error.
+
+    Until then, and after a crash, whatever stood there is untouched. Without ``force`` an existing one is refused.
+    """
+    if folder.exists() and not force:
+        raise ConfigError(f"{folder} exists; choose another folder or pass --force (force=True) to replace it")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder; move it away first")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        new.chmod(0o777 & ~_umask())  # mkdtemp makes it private, an artifact is for others to read
+        yield new
+        _settle(new)
+        _exchange(new, folder)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _settle(folder: Path) -> None:
+    """Have the files on the disk before they get their name: a power cut must not leave a name without content."""
+    for path in (*sorted(folder.rglob("*")), folder):
+        if os.name == "posix" or path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def _exchange(new: Path, folder: Path) -> None:
+    """Put ``new`` in the place of ``folder``, and what stood there, if anything, in the place of ``new``."""
+    if not folder.exists():
+        new.rename(folder)
+        return
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if os.name == "posix" else None
+    paths = os.fsencode(new), os.fsencode(folder)
+    if renameat2 and renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
+        return
+    # No exchange in one stroke on this system: the old folder keeps a name of its own until the new one has arrived.
+    aside = new.with_name(f"{new.name}.old")
+    folder.rename(aside)
+    new.rename(folder)
+    shutil.rmtree(aside, ignore_errors=True)

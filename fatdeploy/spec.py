@@ -1,0 +1,126 @@
+"""The contract between a model and whoever runs it: sizes, token ids, tensors. The only file that spells a tensor name."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fatdeploy.errors import SpecMismatch, in_one_line
+
+Axis = Literal["batch", "rows", "source", "step", "capacity"]
+Tokens = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, element type and shape of a tensor; a named axis varies from call to call."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | Axis, ...]
+
+
+@dataclass(frozen=True)
+class StateSpec(TensorSpec):
+    """A tensor that a decoder hands from step to step.
+
+    A ``cache`` is written at new positions only, so past and present may be one buffer. ``recurrent`` state is read
+    after it is written: past and present must be two buffers that change places.
+    """
+
+    kind: Literal["cache", "recurrent"]
+
+
+def cache_specs(layer: int, heads: int, head_width: int, dtype: str = "float32") -> tuple[StateSpec, StateSpec]:
+    """Return the key and value caches of one decoder layer."""
+    shape = ("rows", heads, "capacity", head_width)
+    return tuple(StateSpec(f"{name}.{layer}", dtype, shape, "cache") for name in ("keys", "values"))  # type: ignore[return-value]
+
+
+def recurrent_specs(
+    layer: int, heads: int, features: int, head_width: int, dtype: str = "float32"
+) -> tuple[StateSpec, StateSpec]:
+    """Return the sums and the normaliser of one decoder layer's linear attention."""
+    return (
+        StateSpec(f"sums.{layer}", dtype, ("rows", heads, features, head_width), "recurrent"),
+        StateSpec(f"normaliser.{layer}", dtype, ("rows", heads, features), "recurrent"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """What a decode loop and an application must know of a model."""
+
+    vocab_size: int
+    width: int
+    max_source: int
+    max_target: int
+    pad_id: int
+    bos_id: int
+    eos_id: int
+    decoding: Literal["autoregressive", "parallel"] = "autoregressive"
+    length: Literal["head", "eos"] = "head"
+    target_order: Literal["left_to_right", "right_to_left"] = "left_to_right"
+    source: TensorSpec = TensorSpec("source", "int64", ("batch", "source"))
+    source_mask: TensorSpec = TensorSpec("source_mask", "bool", ("batch", "source"))
+    state: tuple[StateSpec, ...] = ()
+
+    def check_source(self, source: Tokens, mask: Mask) -> None:
+        """Raise SpecMismatch, with every reason, unless the source is right-padded ids that the model takes."""
+        reasons = self._wrong_source_form(source, mask) or [
+            *self._wrong_ids("source", source),
+            *_wrong_padding(mask),
+        ]
+        if reasons:
+            raise SpecMismatch(in_one_line("source refused", reasons))
+
+    def check_tokens(self, tokens: Tokens, position: int, capacity: int | None = None) -> None:
+        """Raise SpecMismatch unless a step may be given these tokens at this position."""
+        reasons = _wrong_form("tokens", tokens, np.dtype(np.int64))
+        if not reasons:
+            reasons = self._wrong_ids("tokens", tokens)
+            end, limit = position + tokens.shape[1], self.max_target if capacity is None else capacity
+            if end > limit:
+                reasons.append(f"a step to position {end} is past max_target = {limit}")
+            if self.decoding == "parallel" and position:
+                reasons.append("a parallel model decodes all positions in one call, this is the second")
+        if reasons:
+            raise SpecMismatch(in_one_line("step refused", reasons))
+
+    def _wrong_source_form(self, source: Tokens, mask: Mask) -> list[str]:
+        reasons = _wrong_form("source", source, np.dtype(np.int64)) + _wrong_form("mask", mask, np.dtype(np.bool_))
+        if source.shape != mask.shape:
+            reasons.append(f"mask has shape {mask.shape}, the source has {source.shape}")
+        if source.ndim == 2 and source.shape[1] > self.max_source:
+            reasons.append(f"length {source.shape[1]} is more than max_source = {self.max_source}")
+        return reasons
+
+    def _wrong_ids(self, name: str, ids: Tokens) -> list[str]:
+        low, high = int(ids.min()), int(ids.max())
+        if 0 <= low and high < self.vocab_size:
+            return []
+        return [f"{name} ids must lie in 0…{self.vocab_size - 1}, found {low if low < 0 else high}"]
+
+
+def _wrong_form(name: str, array: NDArray[np.generic], dtype: np.dtype[np.generic]) -> list[str]:
+    reasons = []
+    if array.dtype != dtype:
+        reasons.append(f"{name} must be {dtype}, found {array.dtype}")
+    if array.ndim != 2:
+        reasons.append(f"{name} must have two axes (rows, positions), found shape {array.shape}")
+    elif not array.size:
+        reasons.append(f"{name} is empty: shape {array.shape}")
+    return reasons
+
+
+def _wrong_padding(mask: Mask) -> list[str]:
+    reasons = []
+    empty = np.flatnonzero(~mask.any(axis=1))
+    if empty.size:
+        reasons.append(f"row {empty[0]} has no real token")
+    ragged = np.flatnonzero((mask[:, 1:] & ~mask[:, :-1]).any(axis=1))
+    if ragged.size:
+        reasons.append(f"row {ragged[0]} of the mask is not a run of True followed by a run of False (right padding)")
+    return reasons

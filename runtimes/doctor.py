@@ -1,0 +1,224 @@
+"""What this machine can do and what it lacks: packages, devices, problems, and what to type for each."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from fatdeploy.machine import Machine, this_machine
+from fatdeploy.runtimes.cuda_devices import Cuda, cuda_here
+
+
+class State(StrEnum):
+    """Whether a package is installed, and if so whether it is whole."""
+
+    PRESENT = "present"
+    MISSING = "missing"
+    BROKEN = "broken"
+
+
+class Kind(StrEnum):
+    """What sort of problem; a limit is worth knowing and needs no repair."""
+
+    CONFLICT = "conflict"
+    BROKEN = "broken"
+    LIMIT = "limit"
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package that fatdeploy can use: how it is imported, which extra brings it, what it is for."""
+
+    name: str
+    module: str
+    extra: str
+    purpose: str
+    needs_device: bool = False
+
+
+CPU_RUNTIME = Package("onnxruntime", "onnxruntime", "cpu", "run bundles on the CPU")
+GPU_RUNTIME = Package("onnxruntime-gpu", "onnxruntime", "cuda", "run bundles on an NVIDIA GPU", needs_device=True)
+TENSORRT = Package("tensorrt", "tensorrt", "tensorrt", "build and run TensorRT engines", needs_device=True)
+TENSORRT_RTX = Package("tensorrt-rtx", "tensorrt_rtx", "rtx", "build (also without a GPU) and run TensorRT-RTX engines")
+CUDA_PYTHON = Package(
+    "cuda-python", "cuda.bindings", "tensorrt", "GPU memory and streams for engines", needs_device=True
+)
+PACKAGES = (
+    CPU_RUNTIME,
+    GPU_RUNTIME,
+    TENSORRT,
+    TENSORRT_RTX,
+    CUDA_PYTHON,
+    Package("tokenizers", "tokenizers", "text", "text in and out"),
+    Package("torch", "torch", "export", "export: the original model"),
+    Package("onnx", "onnx", "export", "export: write graphs"),
+    Package("onnxscript", "onnxscript", "export", "export: trace graphs"),
+    Package("onnxsim", "onnxsim", "export", "export: simplify graphs"),
+    Package("safetensors", "safetensors", "export", "export: read checkpoints"),
+)
+
+# They are listed by a package that was built with them, whether or not the libraries they need are here.
+UNPROVED_PROVIDERS = ("CUDAExecutionProvider", "NvTensorRTRTXExecutionProvider", "TensorrtExecutionProvider")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A package as it was found here; ``install`` is what to type where it is missing or broken."""
+
+    name: str
+    purpose: str
+    state: State
+    version: str | None = None
+    detail: str = ""
+    install: str | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is not as it should be, and what to type against it."""
+
+    kind: Kind
+    message: str
+    fix: str | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that the doctor found."""
+
+    machine: Machine
+    parts: tuple[Part, ...]
+    cuda: Cuda
+    problems: tuple[Problem, ...]
+
+    @property
+    def healthy(self) -> bool:
+        return all(problem.kind is Kind.LIMIT for problem in self.problems)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"healthy": self.healthy, **asdict(self)}
+
+
+class BrokenInstallError(Exception):
+    """A package is installed and cannot be used; the text says why."""
+
+
+def examine() -> Report:
+    """Look at this machine and its packages; what is broken is reported, never raised."""
+    cuda = cuda_here()
+    versions = {package.name: version for package in PACKAGES if (version := version_of(package)) is not None}
+    parts = tuple(part_from_package(package, versions, cuda) for package in PACKAGES)
+    return Report(this_machine(), parts, cuda, tuple(problems_of({part.name: part for part in parts}, cuda)))
+
+
+def version_of(package: Package) -> str | None:
+    """Return the installed version without importing anything; empty if its metadata is damaged."""
+    try:
+        return importlib.metadata.version(package.name) or ""
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def part_from_package(package: Package, versions: Mapping[str, str], cuda: Cuda) -> Part:
+    """Find out how a package is here, given which versions of all packages are."""
+    if package.name not in versions:
+        remark, install = remark_on(package, versions, cuda), install_command(package, versions)
+        return Part(package.name, package.purpose, State.MISSING, None, remark, install)
+    version = versions[package.name] or None
+    try:
+        check_files(package, version)
+        detail = onnxruntime_providers() if package.module == CPU_RUNTIME.module else ""
+    except BrokenInstallError as reason:
+        repair = f"pip uninstall -y {package.name} && pip install 'fatdeploy[{extra_of(package, versions)}]'"
+        return Part(package.name, package.purpose, State.BROKEN, version, str(reason), repair)
+    return Part(package.name, package.purpose, State.PRESENT, version, detail)
+
+
+def remark_on(package: Package, versions: Mapping[str, str], cuda: Cuda) -> str:
+    """Return what to know before a missing package is installed."""
+    if package is CPU_RUNTIME and GPU_RUNTIME.name in versions:
+        return "not needed: onnxruntime-gpu runs on the CPU too"
+    if package.extra == "export" and GPU_RUNTIME.name in versions:
+        return "in another environment, for it brings onnxruntime, which overwrites onnxruntime-gpu:"
+    if package.needs_device and not cuda.devices:
+        return "no CUDA device here; with one:"
+    return ""
+
+
+def install_command(package: Package, versions: Mapping[str, str]) -> str | None:
+    """Return what to type for a missing package without spoiling what is here."""
+    if package is CPU_RUNTIME and GPU_RUNTIME.name in versions:
+        return None
+    if package is GPU_RUNTIME and CPU_RUNTIME.name in versions:
+        return f"pip uninstall -y onnxruntime && pip install 'fatdeploy[{package.extra}]'"
+    return f"pip install 'fatdeploy[{extra_of(package, versions)}]'"
+
+
+def extra_of(package: Package, versions: Mapping[str, str]) -> str:
+    """Return the extra that brings a package, and no gigabytes beside it: two of them bring cuda-python."""
+    return TENSORRT_RTX.extra if package is CUDA_PYTHON and TENSORRT_RTX.name in versions else package.extra
+
+
+def check_files(package: Package, version: str | None) -> None:
+    """Raise if an installed package's metadata or module is not there; nothing is imported but parent packages."""
+    if version is None:
+        raise BrokenInstallError("its metadata has no version")
+    try:
+        spec = importlib.util.find_spec(package.module)
+    except ModuleNotFoundError:
+        spec = None
+    # A folder that an uninstall left half empty is found as a namespace: it has no origin.
+    if spec is None or spec.origin is None:
+        raise BrokenInstallError(f"its module {package.module} is gone")
+
+
+def onnxruntime_providers() -> str:
+    """Import onnxruntime and say which execution providers it lists."""
+    # Otherwise the import writes a device id for telemetry into the user's cache folder.
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+    try:
+        listed = importlib.import_module("onnxruntime").get_available_providers()
+    except Exception as error:  # a damaged native package raises anything
+        raise BrokenInstallError(
+            f"import onnxruntime: {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+    sure = [provider for provider in listed if provider not in UNPROVED_PROVIDERS]
+    unproved = [provider for provider in listed if provider in UNPROVED_PROVIDERS]
+    proof = [f"{', '.join(unproved)} listed; not proved until a session runs"] if unproved else []
+    return "; ".join([", ".join(sure), *proof])
+
+
+def problems_of(parts: Mapping[str, Part], cuda: Cuda) -> Iterator[Problem]:
+    """Yield what is wrong, limits first: what must be repaired is said last, where it is seen."""
+    here = {name for name, part in parts.items() if part.state is not State.MISSING}
+    if not cuda.devices:
+        yield from limits_without_device(here)
+    if cuda.broken:
+        yield Problem(Kind.BROKEN, f"the CUDA driver does not work: {cuda.reason}")
+    both = {CPU_RUNTIME.name, GPU_RUNTIME.name}
+    for part in parts.values():
+        # With both of them here, one repair serves: the conflict's below.
+        if part.state is State.BROKEN and not (part.name in both <= here):
+            yield Problem(Kind.BROKEN, f"{part.name} is broken: {part.detail}", part.install)
+    if both <= here:
+        yield Problem(
+            Kind.CONFLICT,
+            "onnxruntime and onnxruntime-gpu are both installed and overwrite each other's files",
+            "pip uninstall -y onnxruntime onnxruntime-gpu && pip install 'fatdeploy[cuda]'",
+        )
+
+
+def limits_without_device(here: set[str]) -> Iterator[Problem]:
+    """Yield what the GPU packages that are here can still do."""
+    limits = {
+        GPU_RUNTIME.name: "it runs bundles on the CPU only",
+        TENSORRT.name: "engines can be neither built nor run",
+        TENSORRT_RTX.name: "engines can be built ahead of time for chosen compute capabilities; to run needs a GPU",
+    }
+    for name, limit in limits.items():
+        if name in here:
+            yield Problem(Kind.LIMIT, f"{name} is installed, but there is no CUDA device: {limit}")

@@ -1,0 +1,86 @@
+"""What a backend does for the decode loop. The loop owns token choice, the engine owns caches."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fatdeploy.errors import SpecMismatch
+from fatdeploy.spec import Mask, ModelSpec, Tokens
+
+Floats = NDArray[np.float32]
+Rows = NDArray[np.int64]
+State = TypeVar("State")
+
+TOP_K = 16
+
+
+class Want(IntEnum):
+    """What a step must compute beyond the hidden state; what is not wanted is not computed."""
+
+    HIDDEN = 0
+    LOGITS = 1
+    TOPK = 2
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """How far a state may grow: rows a source, and target positions."""
+
+    rows_per_source: int
+    target_positions: int
+
+
+@dataclass(frozen=True)
+class StepOut:
+    """Result of a step on t tokens a row; arrays belong to the engine and are valid until its next step."""
+
+    hidden: Floats  # [R, t, M]
+    logits: Floats | None = None  # [R, t, V]
+    top_log_probs: Floats | None = None  # [R, t, k], best first
+    top_ids: Tokens | None = None  # [R, t, k]
+
+
+class Engine(Protocol[State]):
+    """A model behind three verbs. The state is the engine's own; ``step`` and ``reorder`` update it in place."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The contract of the model."""
+        ...
+
+    def encode(self, source: Tokens, mask: Mask, capacity: Capacity) -> State:
+        """Read the source [B, S] and return a state with one row a source, before the first token."""
+        ...
+
+    def step(self, tokens: Tokens, state: State, want: Want) -> StepOut:
+        """Feed tokens [R, t] and return what is wanted of their positions."""
+        ...
+
+    def reorder(self, state: State, rows: Rows) -> None:
+        """Make new row i continue old row rows[i]. Rows of one source stay side by side, equally many for each."""
+        ...
+
+    def length_log_probs(self, state: State) -> Floats:
+        """Return log-probabilities [B, max_target] of target lengths 1, 2, …; only parallel models with a length head."""
+        ...
+
+    def close(self) -> None:
+        """Give back everything; the engine cannot be used afterwards."""
+        ...
+
+
+def sources_of_rows(rows: Rows, rows_per_source: int) -> tuple[Rows, int]:
+    """Return which sources ``rows`` keep, in order, and how many rows each has from now on; refuse anything uneven."""
+    owners = rows // rows_per_source
+    starts = np.flatnonzero(np.diff(owners, prepend=-1))
+    kept = owners[starts]
+    counts = np.diff(starts, append=len(rows))
+    if not len(rows) or len(set(kept.tolist())) < len(kept) or len(set(counts.tolist())) > 1:
+        raise SpecMismatch(
+            f"reorder refused: rows of one source must stand together, equally many for each; found {rows.tolist()} "
+            f"with {rows_per_source} rows a source"
+        )
+    return kept, int(counts[0])
