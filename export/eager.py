@@ -72,7 +72,7 @@ class EagerEngine:
 
     @torch.inference_mode()
     def length_log_probs(self, state: EagerState) -> Floats:
-        """Return log-probabilities [B, max_target] of target lengths 1, 2, …"""
+        """Return log-probabilities [B, max_target] of the target lengths from 1 up."""
         logits = state.memory.length_logits
         if logits is None:
             raise SpecMismatch("this model has no length head: its targets end with EOS")

@@ -1,4 +1,4 @@
-"""The contract between a model and whoever runs it: sizes, token ids, tensors. The only file that spells a tensor name."""
+"""The contract between a model and its runtimes: sizes, ids, tensors. The only file that spells a tensor name."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -35,8 +35,8 @@ class StateSpec(TensorSpec):
 
 def cache_specs(layer: int, heads: int, head_width: int, dtype: str = "float32") -> tuple[StateSpec, StateSpec]:
     """Return the key and value caches of one decoder layer."""
-    shape = ("rows", heads, "capacity", head_width)
-    return tuple(StateSpec(f"{name}.{layer}", dtype, shape, "cache") for name in ("keys", "values"))  # type: ignore[return-value]
+    shape: tuple[int | Axis, ...] = ("rows", heads, "capacity", head_width)
+    return StateSpec(f"keys.{layer}", dtype, shape, "cache"), StateSpec(f"values.{layer}", dtype, shape, "cache")
 
 
 def recurrent_specs(
@@ -99,7 +99,7 @@ class ModelSpec:
 
     def _wrong_ids(self, name: str, ids: Tokens) -> list[str]:
         low, high = int(ids.min()), int(ids.max())
-        if 0 <= low and high < self.vocab_size:
+        if low >= 0 and high < self.vocab_size:
             return []
         return [f"{name} ids must lie in 0…{self.vocab_size - 1}, found {low if low < 0 else high}"]
 

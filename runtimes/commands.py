@@ -8,6 +8,7 @@ import click
 from fatdeploy.machine import Machine
 from fatdeploy.runtimes.cuda_devices import Cuda
 from fatdeploy.runtimes.doctor import Part, Problem, Report, State, examine
+from fatdeploy.tables import aligned
 
 
 @click.command(
@@ -20,7 +21,7 @@ Examples:
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, for a program to read.")
 @click.pass_context
 def doctor(context: click.Context, as_json: bool) -> None:
-    """Show what this machine can do, and what to type for what it lacks.
+    """Show what this machine can do and what it lacks.
 
     The exit code is 1 if something must be repaired: a broken installation, or packages that overwrite each other.
     """
@@ -31,9 +32,9 @@ def doctor(context: click.Context, as_json: bool) -> None:
 
 def report_lines(report: Report) -> Iterator[str]:
     """Yield the report as sections for a human, the problems last."""
-    yield from ["Machine", *table(machine_rows(report.machine)), ""]
-    yield from ["Packages", *table(part_row(part) for part in report.parts), ""]
-    yield from ["CUDA", *table(cuda_rows(report.cuda))]
+    yield from ["Machine", *aligned(machine_rows(report.machine), indent=2), ""]
+    yield from ["Packages", *aligned((part_row(part) for part in report.parts), indent=2), ""]
+    yield from ["CUDA", *aligned(cuda_rows(report.cuda), indent=2)]
     if report.problems:
         yield from ["", "Problems", *problem_lines(report.problems)]
 
@@ -76,14 +77,6 @@ def problem_lines(problems: tuple[Problem, ...]) -> Iterator[str]:
         yield f"  {problem.kind.value}: {problem.message}"
         if problem.fix:
             yield f"    {problem.fix}"
-
-
-def table(rows: Iterator[tuple[str, ...]]) -> Iterator[str]:
-    """Yield rows of equal length as indented lines with aligned columns."""
-    cells = list(rows)
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def gigabytes(size: int) -> str:

@@ -22,10 +22,12 @@ class DecodeOptions:
     length_candidates: int = 1
 
     def __post_init__(self) -> None:
+        limit = 1 if self.max_new_tokens is None else self.max_new_tokens
+        counts: dict[str, object] = {"max_new_tokens": limit, "length_candidates": self.length_candidates}
         reasons = [
-            f"{name} must be at least 1, found {value!r}"
-            for name, value in (("max_new_tokens", self.max_new_tokens), ("length_candidates", self.length_candidates))
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
+            f"{name} must be a whole number from 1 up, found {value!r}"
+            for name, value in counts.items()
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1
         ]
         if reasons:
             raise ConfigError(in_one_line("decode options refused", reasons))
@@ -112,9 +114,7 @@ def _decode_greedily(engine: Engine[State], source: Tokens, mask: Mask, limit: i
     return [_cut(row, int(end)) for row, end in zip(output, ends, strict=True)]
 
 
-def _decode_at_once(
-    engine: Engine[State], source: Tokens, mask: Mask, limit: int, candidates: int
-) -> list[Hypothesis]:
+def _decode_at_once(engine: Engine[State], source: Tokens, mask: Mask, limit: int, candidates: int) -> list[Hypothesis]:
     spec, batch = engine.spec, len(source)
     state = engine.encode(source, mask, Capacity(rows_per_source=candidates, target_positions=limit))
     lengths = np.full((batch, 1), limit)
@@ -132,7 +132,10 @@ def _decode_at_once(
         return [_cut(row, _first(row, spec.eos_id)) for row in output]
     best = _best_mean(logits, lengths)
     rows = output.reshape(batch, -1, len(positions))[np.arange(batch), best]
-    return [Hypothesis(tuple(row[:end].tolist()), "eos") for row, end in zip(rows, lengths[np.arange(batch), best], strict=True)]
+    return [
+        Hypothesis(tuple(row[:end].tolist()), "eos")
+        for row, end in zip(rows, lengths[np.arange(batch), best], strict=True)
+    ]
 
 
 def _best_mean(logits: Floats, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -143,7 +146,8 @@ def _best_mean(logits: Floats, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     log_probs = -np.log(np.exp(logits - top).sum(-1))  # of the best token: [R, T]
     real = np.arange(logits.shape[1]) < lengths.reshape(-1, 1)
     means = (log_probs * real).sum(-1) / lengths.reshape(-1)
-    return means.reshape(lengths.shape).argmax(-1)
+    best: NDArray[np.int64] = means.reshape(lengths.shape).argmax(-1)
+    return best
 
 
 def _logits(engine: Engine[State], tokens: Tokens, state: State) -> Floats:

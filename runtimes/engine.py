@@ -64,7 +64,7 @@ class Engine(Protocol[State]):
         ...
 
     def length_log_probs(self, state: State) -> Floats:
-        """Return log-probabilities [B, max_target] of target lengths 1, 2, …; only parallel models with a length head."""
+        """Return log-probabilities [B, max_target] of the target lengths from 1 up; only models with a length head."""
         ...
 
     def close(self) -> None:

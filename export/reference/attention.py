@@ -23,7 +23,7 @@ LayerState = tuple[Tensor, ...]
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """Return [B, L, M] as [B, H, L, D]."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    return x.view(*x.shape[:-1], heads, -1).transpose(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def slow_scores(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 class Scores(nn.Module):
-    """Scores of queries against keys: ``scaled_dot``, ``dot`` or ``additive``; masks of ``scaled_dot`` use its scores."""
+    """Scores of queries against keys: ``scaled_dot``, ``dot`` or ``additive``; any other kind has the first."""
 
     def __init__(self, kind: str | tuple[str, ...], config: ModelConfig) -> None:
         super().__init__()

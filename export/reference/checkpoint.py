@@ -67,7 +67,9 @@ def _read_config(path: Path) -> ModelConfig:
     try:
         return ModelConfig.from_json(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}; a checkpoint is a folder with {CONFIG} and {WEIGHTS}") from error
+        raise CheckpointError(
+            f"cannot read {path}: {error}; a checkpoint is a folder with {CONFIG} and {WEIGHTS}"
+        ) from error
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
 

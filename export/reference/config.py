@@ -61,7 +61,7 @@ _AT_LEAST = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One encoder-decoder; the named systems are presets of it. Values that do not go together are refused, all at once."""
+    """One encoder-decoder, of which the named systems are presets; values that do not go together are refused."""
 
     vocab_size: int
     width: int
@@ -127,7 +127,9 @@ class ModelConfig:
     @property
     def feature_width(self) -> int:
         """F, the features that a linear attention compares a query and a key by."""
-        return {"random": 2 * self.random_features, "performer": self.random_features}.get(self.features, self.head_width)
+        return {"random": 2 * self.random_features, "performer": self.random_features}.get(
+            self.features, self.head_width
+        )
 
     def to_json(self) -> str:
         """Return all values as a JSON object, defaults included: a later change of a default changes no checkpoint."""

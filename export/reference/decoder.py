@@ -24,7 +24,7 @@ from fatdeploy.export.reference.positions import RelativeScores
 
 @dataclass
 class Memory:
-    """All that the decoder needs of the source: cross keys and values are projected once, never a step, never a beam."""
+    """All that the decoder needs of the source; keys and values are projected once, never a step, never a beam."""
 
     source: Tensor  # [B, S] ids
     valid: Tensor  # [B, S], True = a real token
@@ -53,7 +53,7 @@ class Call:
 
 
 def seen(config: ModelConfig, at: Tensor, end: int, tokens: Tensor) -> Tensor:
-    """Return which target positions each query sees: the past, the window of ``local``, or a row's length if parallel."""
+    """Return which target positions a query sees: the past, the window of ``local``, a row's length if parallel."""
     j = torch.arange(end, device=at.device)
     if config.parallel:
         return (tokens != config.pad_id)[:, None, None, :]
@@ -127,14 +127,14 @@ class CrossAttention(nn.Module):
         return mixed
 
     def forward(self, x: Tensor, memory: Memory, layer: int, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Return output [R, t, M] and weights [R, H, t, S]; the rows of a source are queries of one another's memory."""
+        """Return output [R, t, M] and weights [R, H, t, S]; all rows of a source are queries of its one memory."""
         rows, steps = x.shape[:2]
         batch = len(memory.valid)
         queries = split_heads(self.q(x.reshape(batch, -1, x.shape[-1])), self.heads)  # [B, H, R/B·t, D]
         weights = self.weigh(queries, memory.keys[layer], memory.valid, at.repeat(rows // batch))
         attended = attend(weights, memory.values[layer], self.dropout).reshape(x.shape)
-        by_row = weights.unflatten(2, (rows // batch, steps)).transpose(1, 2).flatten(0, 1)
-        return self.mix(x, attended), by_row
+        by_row = weights.view(batch, self.heads, rows // batch, steps, -1).transpose(1, 2)
+        return self.mix(x, attended), by_row.flatten(0, 1)
 
 
 class FastFullyConnected(CrossAttention):
@@ -158,7 +158,8 @@ class FastFullyConnected(CrossAttention):
         # tanh_bounded divides by 1 + Σ exp: softplus(log Σ exp) is its logarithm without overflow.
         shrink = functional.softplus(total) if self.form == "tanh_bounded" else total
         # The mask comes after the tanh: tanh(-inf) is -1, not 0.
-        return scores.tanh() * (-shrink).exp() * real
+        weights: Tensor = scores.tanh() * (-shrink).exp() * real
+        return weights
 
     def mix(self, x: Tensor, attended: Tensor) -> Tensor:
         gated: Tensor = self.out(self.gate(x).sigmoid() * attended)
@@ -208,7 +209,7 @@ class Decoder(nn.Module):
 
     def start(self, rows: int, capacity: int) -> DecoderState:
         """Return the state before the first token: caches for ``capacity`` positions, or zero sums."""
-        like, config = self.layers[0].ffn.out.weight, self.config
+        like, config = self.stack()[0].ffn.out.weight, self.config
         heads, width, features = config.heads, config.head_width, config.feature_width
         shapes: list[tuple[int, ...]] = [(rows, heads, capacity, width)] * 2
         if config.decoder_attention == "linear":
@@ -232,7 +233,7 @@ class Decoder(nn.Module):
     def forward(
         self, x: Tensor, state: DecoderState, memory: Memory, call: Call
     ) -> tuple[Tensor, Tensor | None, DecoderState]:
-        """Return hidden states [R, t, M], the last layer's cross weights [R, H, t, S] if executed, and the next state."""
+        """Return hidden states [R, t, M], the last cross weights [R, H, t, S] if executed, and the next state."""
         weights: Tensor | None = None
         following = []
         for index, layer in enumerate(self.stack()):

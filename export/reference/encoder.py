@@ -121,7 +121,7 @@ class CompressedAttention(SoftmaxAttention):
     def forward(self, h: Tensor, source: Source) -> Tensor:
         q, k, v = self.qkv(h).chunk(3, -1)
         k, v = (self._compressed(part, source.valid, conv) for part, conv in self._pairs(k, v))
-        valid = nn.functional.pad(source.valid, (0, self._missing(h))).unflatten(1, (-1, self.ratio)).any(-1)
+        valid = nn.functional.pad(source.valid, (0, self._missing(h))).view(len(h), -1, self.ratio).any(-1)
         q, k, v = (split_heads(part, self.heads) for part in (q, k, v))
         weights = masked_softmax(self.scores(q, k), valid[:, None, None, :])
         mixed: Tensor = self.out(attend(weights, v, self.dropout))
@@ -228,7 +228,7 @@ class Encoder(nn.Module):
         self.relative = RelativeScores(config, config.max_source) if config.relative != "none" else None
 
     def forward(self, x: Tensor, valid: Tensor) -> list[Tensor]:
-        """Return the outputs that ``cross_wiring`` asks for, through the final norm where there is one, the last one last."""
+        """Return the outputs that ``cross_wiring`` asks for, through the final norm if there is one, in order."""
         source = Source(
             valid=valid,
             embedded=x if self.query_norm is None else self.query_norm(x),

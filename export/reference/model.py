@@ -122,7 +122,7 @@ class ReferenceModel(nn.Module):
         return DecoderState(0, [()] * self.config.decoder_layers)
 
     def decode(self, tokens: Tensor, state: DecoderState, memory: Memory) -> tuple[Decoded, DecoderState]:
-        """Return the decoder's result for ``tokens`` [R, t] and the state after them, without the vocabulary's scores."""
+        """Return what the decoder makes of ``tokens`` [R, t], without the vocabulary's scores, and the next state."""
         self._check_step(tokens, state, memory)
         gate = self._gate(tokens, memory)
         call = self.decoder.call(tokens, state.position, gate)

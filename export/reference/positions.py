@@ -66,4 +66,4 @@ class RelativeScores(nn.Module):
             return self.weights[:, distance.clamp(-RELATIVE_WINDOW, RELATIVE_WINDOW) + RELATIVE_WINDOW]
         angles = -distance.to(self.weights.dtype) * (math.pi / self.length)
         turns = torch.stack([angles.sin(), angles.cos()])  # [2, I, J]
-        return torch.tensordot(self.weights, turns, dims=1)
+        return torch.einsum("hc,cij->hij", self.weights, turns)

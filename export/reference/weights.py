@@ -36,7 +36,7 @@ def random_model(config: ModelConfig, seed: int = 0) -> ReferenceModel:
             parameter.normal_(0, SPREAD / math.sqrt(config.width), generator=_generator(seed, name))
         for name, module in model.named_modules():
             if isinstance(module, nn.LayerNorm):
-                module.weight += 1
+                module.weight.add_(1)
             if isinstance(module, FeatureMap) and module.has_projection:
                 module.projection.copy_(_projection(module, _generator(seed, name)))
         _strengthen_cross_attention(model)
@@ -51,9 +51,9 @@ def _strengthen_cross_attention(model: ReferenceModel) -> None:
     for layer in model.decoder.stack():
         keys, values = layer.cross.kv.weight.chunk(2)
         for matrix in (layer.cross.q.weight, keys):
-            matrix *= CROSS_SHARPNESS
+            matrix.mul_(CROSS_SHARPNESS)
         for matrix in (values, layer.cross.out.weight):
-            matrix *= strength
+            matrix.mul_(strength)
 
 
 def _centre(model: ReferenceModel, generator: torch.Generator) -> None:
@@ -69,9 +69,9 @@ def _centre(model: ReferenceModel, generator: torch.Generator) -> None:
     memory = model.encode(source, torch.ones_like(source, dtype=torch.bool))
     model.decode(target, model.stateless(), memory)
     hook.remove()
-    norm.bias -= _on_grid(seen[0].mean((0, 1)))
+    norm.bias.sub_(_on_grid(seen[0].mean((0, 1))))
     if model.length is not None and memory.length_logits is not None:
-        model.length.bias -= _on_grid(memory.length_logits.mean(0))
+        model.length.bias.sub_(_on_grid(memory.length_logits.mean(0)))
 
 
 def _on_grid(values: Tensor) -> Tensor:
@@ -95,5 +95,6 @@ def _projection(features: FeatureMap, generator: torch.Generator) -> Tensor:
         return drawn
     heads, count, width = drawn.shape
     squares = torch.randn(heads, -(-count // width), width, width, generator=generator)
-    rows = torch.linalg.qr(squares).Q.flatten(1, 2)[:, :count]
-    return rows * drawn.norm(dim=-1, keepdim=True)
+    rows: Tensor = torch.linalg.qr(squares).Q.flatten(1, 2)[:, :count]
+    lengths: Tensor = torch.linalg.vector_norm(drawn, dim=-1, keepdim=True)
+    return rows * lengths

@@ -1,0 +1,45 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both create .venv and install what they need.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Parts of the tests run side by side; one torch thread each, or they would fight for the cores.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+TEST_ARGS ?= -n auto
+
+.PHONY: demo test lint types pytest format bench clean
+
+demo: $(VENV)/.export
+	$(BIN)/fatdeploy demo
+
+test: lint types pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+# mypy says "success" for files that it never saw, so its count is compared with the files that there are.
+types: $(VENV)/.dev
+	$(BIN)/mypy | tee $(VENV)/mypy.txt
+	@expected=$$(find fatdeploy export runtimes -name '*.py' | wc -l); \
+	grep -q "no issues found in $$expected source files" $(VENV)/mypy.txt \
+	  && echo "types: all $$expected files of fatdeploy, export and runtimes were checked" \
+	  || { echo "types: mypy must pass on exactly $$expected files"; exit 1; }
+
+pytest: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/pytest $(TEST_ARGS)
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/reference_greedy.py
+	$(BIN)/python benchmarks/readme.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+
+$(VENV)/.export $(VENV)/.dev: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(patsubst .%,%,$(notdir $@))]'
+	touch $@

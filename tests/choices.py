@@ -1,0 +1,128 @@
+"""Every legal value of every choice, as changes to a tiny preset; and which combinations are legal, written apart."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fatdeploy.export.reference.config import ModelConfig
+from fatdeploy.export.reference.model import ReferenceModel
+from fatdeploy.export.reference.presets import PRESETS, config_from_preset
+from fatdeploy.export.reference.weights import random_model
+
+AUTOREGRESSIVE = [preset for preset in PRESETS if preset != "transformer-nat"]
+DIRECTIONS = ["both", "left_to_right", "right_to_left"]
+
+_DIRECTED: list[dict[str, Any]] = [
+    {"encoder_attention": "scaled_dot"},
+    {"encoder_attention": "dot"},
+    {"encoder_attention": "additive"},
+    {"encoder_attention": "slow"},
+    {"encoder_attention": "local", "window": 2},
+    {"encoder_attention": "strided", "stride": 3},
+    {"encoder_attention": "global_tokens", "n_global_tokens": 2},
+    {"encoder_attention": ("local", "strided"), "window": 1},
+    {"encoder_attention": ("global_tokens", "local")},
+    {"encoder_attention": "linear", "features": "elu"},
+    {"encoder_attention": "linear", "features": "random"},
+    {"encoder_attention": "linear", "features": "performer"},
+    {"encoder_attention": "synthesizer", "synthesizer": "random"},
+    {"encoder_attention": "synthesizer", "synthesizer": "dense"},
+]
+
+ENCODER: list[dict[str, Any]] = [
+    *({**attention, "encoder_direction": direction} for attention in _DIRECTED for direction in DIRECTIONS),
+    {"encoder_attention": "linear", "features": "softmax"},
+    {"encoder_attention": "linformer", "linformer_rows": 5},
+    {"encoder_attention": "compressed", "compression": 3},
+    {"encoder_attention": "slow", "norm": "post"},
+    {"encoder_attention": "slow", "relative": "table"},
+    {"encoder_attention": ("strided", "global_tokens"), "relative": "angle"},
+    {"encoder_attention": "additive", "relative": "angle"},
+]
+
+DECODER: list[dict[str, Any]] = [
+    {"decoder_attention": "dot"},
+    {"decoder_attention": "additive", "relative": "table"},
+    {"decoder_attention": "local", "window": 3, "relative": "angle"},
+    {"decoder_attention": "linear", "features": "elu"},
+    {"decoder_attention": "linear", "features": "random"},
+    {"decoder_attention": "linear", "features": "performer"},
+    {"cross_attention": "dot"},
+    {"cross_attention": "additive"},
+    *({"cross_attention": "fast_fc", "fc_softmax": form} for form in ("tanh", "tanh_bounded", "softmax")),
+    {"cross_wiring": "matched", "norm": "pre"},
+    {"cross_wiring": "matched", "norm": "post"},
+]
+
+REST: list[dict[str, Any]] = [
+    {"norm": "post"},
+    {"activation": "gelu"},
+    {"activation": "swish"},
+    {"tie_embeddings": False},
+    {"scale_embeddings": False},
+    {"positions": "learned"},
+    {"positions": "none"},
+    {"relative": "table"},
+    {"relative": "angle"},
+    {"positional_mlp": 4},
+    {"positional_mlp": 4, "positions": "learned"},
+    {"head": "mlp"},
+    {"copy": True},
+    {"copy": True, "hybrid": True},
+    {"copy": True, "cross_attention": "fast_fc", "fc_softmax": "softmax"},
+    {"target_order": "right_to_left"},
+    {"hybrid": True},
+    {"hybrid": True, "norm": "post", "hybrid_threshold": 0.2},
+    {"hybrid": True, "cross_attention": "additive"},
+    {"encoder_layers": 3, "decoder_layers": 1},
+    {"heads": 1},
+    {"pad_id": 5, "bos_id": 0, "eos_id": 9},
+]
+
+CHOICES = [*ENCODER, *DECODER, *REST]
+
+
+def name_of(changes: object) -> str:
+    """Return the changes as a test's name."""
+    if not isinstance(changes, dict):
+        return str(changes)
+    return ",".join(f"{key}={'+'.join(value) if isinstance(value, tuple) else value}" for key, value in changes.items())
+
+
+def tiny(changes: dict[str, Any], base: str = "fast") -> ReferenceModel:
+    """Return a tiny lively model: ``scaled_dot`` everywhere, pre-norm, sinusoidal positions, and the changes."""
+    plain = {"positions": "sinusoidal", "relative": "none", "positional_mlp": 0} if base == "fast" else {}
+    return random_model(config_from_preset(f"{base}-tiny", **{**plain, **changes}), seed=1)
+
+
+def drawn_batch(config: ModelConfig, lengths: list[int], targets: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return padded random sources of these lengths, their mask, and random target inputs that begin with BOS."""
+    draw = np.random.default_rng(seed)
+    source = np.full((len(lengths), max(lengths)), config.pad_id)
+    mask = np.arange(max(lengths)) < np.array(lengths)[:, None]
+    source[mask] = draw.integers(0, config.vocab_size, mask.sum())
+    target = draw.integers(0, config.vocab_size, (len(lengths), targets))
+    target[:, 0] = config.bos_id
+    return torch.from_numpy(source), torch.from_numpy(mask), torch.from_numpy(target)
+
+
+def legal(values: dict[str, Any]) -> bool:
+    """Return whether model.md allows these choices together: its table, line by line, not the code under test."""
+    encoder, decoder, features = values["encoder_attention"], values["decoder_attention"], values["features"]
+    directed = {"scaled_dot", "dot", "additive", "slow", "local", "strided", "global_tokens", "synthesizer"}
+    relative = directed - {"synthesizer"}
+    mix = isinstance(encoder, tuple)
+    directed_ok = mix or encoder in directed or (encoder == "linear" and features != "softmax")
+    relative_ok = (mix or encoder in relative) and decoder != "linear"
+    return not (
+        (values["encoder_direction"] != "both" and not directed_ok)
+        or (values["relative"] != "none" and not relative_ok)
+        or (decoder == "linear" and features == "softmax")
+        or (decoder == "full") != (values["decoding"] == "parallel")
+        or (values["copy"] and values["cross_attention"] == "fast_fc" and values["fc_softmax"] != "softmax")
+        or (values["cross_wiring"] == "matched" and values["encoder_layers"] != values["decoder_layers"])
+        or (values["positional_mlp"] and values["positions"] == "none")
+        or (values["hybrid"] and values["decoding"] == "parallel")
+    )

@@ -1,0 +1,123 @@
+"""Configurations: round trip, every refusal with its reason, all reasons at once; presets as the table says."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from fatdeploy.errors import ConfigError
+from fatdeploy.export.reference.config import ModelConfig
+from fatdeploy.export.reference.presets import config_from_preset, preset_names
+from fatdeploy.export.reference.summary import parameter_count
+
+SIZES = {
+    "vocab_size": 20,
+    "width": 8,
+    "heads": 2,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "ffn_width": 8,
+    "max_source": 8,
+    "max_target": 8,
+}
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_json_gives_back_every_preset(name: str) -> None:
+    config = config_from_preset(name)
+    assert ModelConfig.from_json(config.to_json()) == config
+
+
+def test_json_gives_back_a_mix_of_heads_as_a_tuple() -> None:
+    config = ModelConfig(**SIZES, encoder_attention=("local", "strided"))
+    assert ModelConfig.from_json(config.to_json()).encoder_attention == ("local", "strided")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"max_target": 0}, "max_target: must be at least 1, found 0"),
+        ({"heads": 3}, "width: 8 is not a multiple of heads = 3"),
+        ({"heads": True}, "heads: expected int, found True"),
+        ({"width": "8"}, "width: expected int, found '8'"),
+        ({"width": 7, "heads": 1}, "sinusoidal positions need an even width, found 7"),
+        ({"norm": "middle"}, r"norm: expected one of \['pre', 'post'\], found 'middle'"),
+        ({"dropout": 1.0}, "dropout: must be below 1, found 1.0"),
+        ({"dropout": float("nan")}, "dropout: must be at least 0, found nan"),
+        ({"hybrid_threshold": 1.5}, "hybrid_threshold: must be at most 1"),
+        ({"eos_id": 20}, "eos_id: must be below vocab_size = 20, found 20"),
+        ({"eos_id": 1}, "pad_id, bos_id, eos_id: must differ"),
+        ({"copy": 1}, "copy: expected bool, found 1"),
+        ({"encoder_attention": ("local",)}, "one mask for each of 2 heads, found 1"),
+        ({"encoder_attention": ("local", "slow")}, r"found \['slow'\]"),
+        (
+            {"encoder_attention": "linformer", "encoder_direction": "left_to_right"},
+            "linformer attention has no direction",
+        ),
+        (
+            {"encoder_attention": "linear", "features": "softmax", "encoder_direction": "right_to_left"},
+            "linear with features = softmax attention has no direction",
+        ),
+        ({"encoder_attention": "synthesizer", "relative": "table"}, "synthesizer takes no relative scores"),
+        ({"decoder_attention": "linear", "relative": "angle"}, "decoder_attention = linear takes no relative scores"),
+        ({"decoder_attention": "linear", "features": "softmax"}, "softmax runs over all positions"),
+        ({"decoder_attention": "full"}, "found full and autoregressive"),
+        ({"decoding": "parallel"}, "found scaled_dot and parallel"),
+        ({"cross_wiring": "matched", "encoder_layers": 2}, "found 2 and 1"),
+        ({"copy": True, "cross_attention": "fast_fc"}, "fc_softmax = tanh_bounded are not probabilities"),
+        ({"positional_mlp": 2, "positions": "none"}, "positional_mlp: needs position vectors"),
+        ({"hybrid": True, "decoding": "parallel", "decoder_attention": "full"}, "hybrid: decides by the input token"),
+    ],
+)
+def test_a_value_that_cannot_be_had_is_refused_with_its_reason(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        ModelConfig(**{**SIZES, **changes})
+
+
+def test_all_reasons_are_said_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig(**{**SIZES, "heads": 3, "eos_id": 99, "decoder_attention": "linear", "relative": "table"})
+    assert str(caught.value).count(";") == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "not JSON"),
+        ("[]", "a JSON list, expected an object"),
+        (json.dumps({**SIZES, "colour": 1}), "colour: unknown"),
+        (json.dumps({key: value for key, value in SIZES.items() if key != "width"}), "width: missing"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        ModelConfig.from_json(text)
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config_from_preset("fat-tiny").width = 64  # type: ignore[misc]
+
+
+def test_an_unknown_preset_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"no preset 'fat-huge'; there are transformer-tiny, .*fatdeploy presets"):
+        config_from_preset("fat-huge")
+
+
+def test_there_are_five_presets_in_three_sizes() -> None:
+    assert len(preset_names()) == 15
+    assert {"transformer-base", "transformer-nat-small", "fast-tiny", "at-base", "fat-small"} <= set(preset_names())
+
+
+def test_parameters_of_transformer_base_are_those_counted_by_hand() -> None:
+    width, ffn = 512, 2048
+    attention = 4 * (width * width + width)
+    norm, network = 2 * width, width * ffn + ffn + ffn * width + width
+    encoder, decoder = attention + network + 2 * norm, 2 * attention + network + 3 * norm
+    assert parameter_count(config_from_preset("transformer-base")) == 32000 * width + 6 * (encoder + decoder)
+
+
+def test_untied_embeddings_are_three_matrices() -> None:
+    tied, untied = (parameter_count(ModelConfig(**SIZES, tie_embeddings=tie)) for tie in (True, False))
+    assert untied - tied == 2 * 20 * 8
