@@ -1,0 +1,202 @@
+"""Whole models put together from the loops of ``tests.oracles``: both stacks, cross-attention, gate, copy, heads."""
+
+import math
+
+import numpy as np
+from torch import nn
+
+from fatdeploy.export.reference.config import ModelConfig
+from tests.oracles import (
+    Rows,
+    Trace,
+    Vector,
+    Weights,
+    activated,
+    dot,
+    heads_of,
+    linear_attention,
+    mixed,
+    placed,
+    recurrent_attention,
+    relative_of,
+    score,
+    shortened_attention,
+    sigmoid,
+    slow_attention,
+    softmax,
+    softmax_attention,
+    synthesizer,
+)
+
+
+class Oracle:
+    """A model's formulas with its weights, one unpadded sentence at a time."""
+
+    def __init__(self, model: nn.Module, config: ModelConfig) -> None:
+        self.config = config
+        self.weights = Weights({name: tensor.numpy(force=True) for name, tensor in model.state_dict().items()})
+
+    def encode(self, source: list[int]) -> Trace:
+        """Return the encoder's trace; its outputs are what decoder layers may project their keys from."""
+        w, trace = self.weights.below("encoder"), Trace()
+        xs = [self._embedded("source", position, token) for position, token in enumerate(source)]
+        embedded = [w.norm("query_norm", x) for x in xs] if "query_norm.weight" in w else xs
+        assert ("query_norm.weight" in w) == (self.config.encoder_attention == "slow" and self.config.norm == "pre")
+        for layer in range(self.config.encoder_layers):
+            here = w.below(f"layers.{layer}")
+            attended = self._encoder_attention(
+                here.below("attention"), embedded, self._enter(here, "residual.norm", xs)
+            )
+            xs = self._feed_forward(here, self._leave(here, "residual.norm", xs, attended))
+            trace.attended.append(attended)
+            trace.outputs.append(self._final(w, xs))
+        return trace
+
+    def decode(self, source: list[int], encoded: Trace, tokens: list[int]) -> Trace:
+        """Return the decoder's trace for a whole target, with the scores of the vocabulary."""
+        w, trace, gate = self.weights.below("decoder"), Trace(), self.gate(source, tokens)
+        xs = [self._embedded("target", t, token, gate[t]) for t, token in enumerate(tokens)]
+        alphas: list[list[list[float]]] = []
+        for layer in range(self.config.decoder_layers):
+            here, memory = w.below(f"layers.{layer}"), self.memory(encoded, layer)
+            attended = self._decoder_attention(here.below("attention"), self._enter(here, "self_residual.norm", xs))
+            xs = self._leave(here, "self_residual.norm", xs, attended)
+            inner = self._enter(here, "cross_residual.norm", xs)
+            crossed, alphas = self._cross_attention(here.below("cross"), memory, inner)
+            heard = [y if open_ else np.zeros_like(y) for y, open_ in zip(crossed, gate, strict=True)]
+            xs = self._feed_forward(here, self._leave(here, "cross_residual.norm", xs, heard))
+            trace.attended.append(attended)
+            trace.crossed.append(crossed)
+        for t, h in enumerate(self._final(w, xs)):
+            trace.scores.append(self._scores(h, source, alphas[t], open_=gate[t]))
+        return trace
+
+    def memory(self, encoded: Trace, layer: int) -> Rows:
+        """Return the encoder output that decoder layer ``layer`` reads."""
+        return encoded.outputs[layer if self.config.cross_wiring == "matched" else -1]
+
+    def memory_pairs(self, encoded: Trace, layer: int) -> tuple[Rows, Rows]:
+        """Return the projected keys and values [position][M] of a decoder layer."""
+        w = self.weights.below(f"decoder.layers.{layer}.cross")
+        keys, values = zip(*(np.split(w.linear("kv", m), 2) for m in self.memory(encoded, layer)), strict=True)
+        return list(keys), list(values)
+
+    def length_logits(self, encoded: Trace) -> Vector:
+        outputs = encoded.outputs[-1]
+        return self.weights.linear("length", sum(outputs) / len(outputs))
+
+    def gate(self, source: list[int], tokens: list[int]) -> list[bool]:
+        """Return which tokens carry source information; all of them without the hybrid forward pass."""
+        if not self.config.hybrid:
+            return [True] * len(tokens)
+        keep, config = self.weights["keep"], self.config
+        return [
+            token != config.pad_id and bool(token == config.bos_id or keep[token] or token in source)
+            for token in tokens
+        ]
+
+    def _embedded(self, side: str, position: int, token: int, open_: bool = True) -> Vector:
+        x = self.weights[f"{side}_embedding.weight"][token]
+        x = x * math.sqrt(self.config.width) if self.config.scale_embeddings else x
+        return placed(self.weights.below(f"{side}_positions"), self.config, position, x if open_ else np.zeros_like(x))
+
+    def _enter(self, w: Weights, norm: str, xs: Rows) -> Rows:
+        """Return what a sub-layer f reads of x + f(LN(x)) or LN(x + f(x))."""
+        return [w.norm(norm, x) for x in xs] if self.config.norm == "pre" else xs
+
+    def _leave(self, w: Weights, norm: str, xs: Rows, ys: Rows) -> Rows:
+        added = [x + y for x, y in zip(xs, ys, strict=True)]
+        return added if self.config.norm == "pre" else [w.norm(norm, x) for x in added]
+
+    def _feed_forward(self, w: Weights, xs: Rows) -> Rows:
+        ys = [
+            w.linear("ffn.out", activated(w.linear("ffn.into", x), self.config.activation))
+            for x in self._enter(w, "ffn.residual.norm", xs)
+        ]
+        return self._leave(w, "ffn.residual.norm", xs, ys)
+
+    def _final(self, w: Weights, xs: Rows) -> Rows:
+        assert ("norm.weight" in w) == (self.config.norm == "pre")
+        return [w.norm("norm", x) for x in xs] if self.config.norm == "pre" else xs
+
+    def _encoder_attention(self, w: Weights, embedded: Rows, xs: Rows) -> Rows:
+        config, kind = self.config, self.config.encoder_attention
+        relative = relative_of(self.weights.below("encoder"), config, config.max_source)
+        if kind == "slow":
+            return slow_attention(w, config, embedded, xs, self._sees_source, relative)
+        if kind in ("linformer", "compressed"):
+            return shortened_attention(w, config, xs)
+        if kind == "linear":
+            return linear_attention(w, config, xs, self._sees_source)
+        if kind == "synthesizer":
+            return synthesizer(w, config, xs, self._sees_source)
+        return softmax_attention(w, config, kind, xs, self._sees_source, relative)
+
+    def _sees_source(self, h: int, i: int, j: int) -> bool:
+        config, kind = self.config, self.config.encoder_attention
+        if (config.encoder_direction == "left_to_right" and j > i) or (
+            config.encoder_direction == "right_to_left" and j < i
+        ):
+            return False
+        mask = kind[h] if isinstance(kind, tuple) else kind
+        if mask == "local":
+            return abs(i - j) <= config.window
+        if mask == "strided":
+            return abs(i - j) % config.stride == 0
+        if mask == "global_tokens":
+            return i < config.n_global_tokens or j < config.n_global_tokens or i == j
+        return True
+
+    def _decoder_attention(self, w: Weights, xs: Rows) -> Rows:
+        config, kind = self.config, self.config.decoder_attention
+        if kind == "linear":
+            return recurrent_attention(w, config, xs)
+
+        def sees(h: int, i: int, j: int) -> bool:
+            return kind == "full" or (j <= i and (kind != "local" or i - j <= config.window))
+
+        relative = relative_of(self.weights.below("decoder"), config, config.max_target)
+        return softmax_attention(w, config, kind, xs, sees, relative)
+
+    def _cross_attention(self, w: Weights, memory: Rows, xs: Rows) -> tuple[Rows, list[list[list[float]]]]:
+        """Return the sub-layer's outputs, and its weights [position][head][source position]."""
+        config = self.config
+        keys, values = zip(*(np.split(w.linear("kv", m), 2) for m in memory), strict=True)
+        k, v = ([heads_of(x, config.heads) for x in part] for part in (keys, values))
+        results, weights = [], []
+        for t, x in enumerate(xs):
+            queries = heads_of(w.linear("q", x), config.heads)
+            alphas = [
+                self._cross_weights(w, t, h, [score(config.cross_attention, w, h, (queries[h], key[h])) for key in k])
+                for h in range(config.heads)
+            ]
+            context = np.concatenate([mixed(alphas[h], [value[h] for value in v]) for h in range(config.heads)])
+            if config.cross_attention == "fast_fc":
+                results.append(w.unbiased("out", sigmoid(w.linear("gate", x)) * context))
+            else:
+                results.append(w.linear("out", context))
+            weights.append(alphas)
+        return results, weights
+
+    def _cross_weights(self, w: Weights, t: int, h: int, products: list[float]) -> list[float]:
+        if self.config.cross_attention != "fast_fc":
+            return softmax(products)
+        scores = [s + w["position_scores"][t][j] + w["head_bias"][h] for j, s in enumerate(products)]
+        if self.config.fc_softmax == "softmax":
+            return softmax(scores)
+        total = sum(math.exp(s) for s in scores) + (1 if self.config.fc_softmax == "tanh_bounded" else 0)
+        return [math.tanh(s) / total for s in scores]
+
+    def _scores(self, h: Vector, source: list[int], alphas: list[list[float]], *, open_: bool) -> Vector:
+        top, config = h, self.config
+        if config.head == "mlp":
+            top = self.weights.linear("head.out", activated(self.weights.linear("head.into", h), config.activation))
+        logits = [dot(row, top) for row in self.weights["output.weight"]]
+        if not config.copy:
+            return np.array(logits)
+        generated = float(sigmoid(self.weights.unbiased("copy", h))[0]) if open_ else 1.0
+        probabilities = [generated * p for p in softmax(logits)]
+        for j, token in enumerate(source):
+            mean = sum(alphas[head][j] for head in range(config.heads)) / config.heads
+            probabilities[token] += (1 - generated) * mean
+        return np.array([math.log(p + 1e-9) for p in probabilities])

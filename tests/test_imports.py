@@ -1,0 +1,75 @@
+"""Folders are dependency sets: device-side code runs where torch and its like cannot be imported."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import fatdeploy
+
+ROOT = Path(__file__).parent.parent
+
+BLOCKED = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"torch", "onnx", "onnxsim", "onnxscript", "safetensors", "transformers"} or (
+            name.startswith("fatdeploy.export")
+        ):
+            raise ImportError(f"{name} is not for devices")
+sys.meta_path.insert(0, Blocked())
+"""
+
+DECODES = (
+    BLOCKED
+    + """
+import importlib, pkgutil
+import fatdeploy, fatdeploy.runtimes
+for package in (fatdeploy, fatdeploy.runtimes):
+    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        if module.name not in ("fatdeploy.export", "fatdeploy.__main__"):
+            importlib.import_module(module.name)
+from fatdeploy.runtimes.decode import decode
+from tests.scripted import ScriptedEngine
+print(decode(ScriptedEngine({5: [7, 8, 2]}), [[5]]))
+"""
+)
+
+
+def test_device_side_code_imports_and_decodes_without_torch_and_its_like() -> None:
+    run = subprocess.run([sys.executable, "-c", DECODES], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert run.stdout == "[Hypothesis(tokens=(7, 8), finish='eos')]\n", run.stderr
+
+
+def test_the_block_would_notice_an_import_of_torch() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", BLOCKED + "import fatdeploy.export.eager"], capture_output=True, text=True, check=False
+    )
+    assert "is not for devices" in run.stderr
+
+
+def test_export_and_runtimes_are_links_to_real_folders() -> None:
+    for name in ("export", "runtimes"):
+        link = ROOT / "fatdeploy" / name
+        assert link.is_symlink()
+        assert link.readlink() == Path("..") / name
+        assert not (ROOT / name).is_symlink()
+
+
+def test_importing_the_folders_by_their_own_names_is_banned() -> None:
+    code = "import export\nfrom runtimes import decode\n"
+    run = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--output-format=concise", "--stdin-filename", "tests/x.py", "-"],
+        input=code,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert run.stdout.count("TID251") == 2
+
+
+def test_the_public_surface_is_what_it_says() -> None:
+    assert sorted(fatdeploy.__all__) == fatdeploy.__all__
+    assert all(hasattr(fatdeploy, name) for name in fatdeploy.__all__)
+    errors = [getattr(fatdeploy, name) for name in fatdeploy.__all__ if name != "__version__"]
+    assert all(issubclass(error, fatdeploy.FatdeployError) for error in errors)
