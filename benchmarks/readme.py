@@ -14,9 +14,9 @@ def machine_line(result: dict[str, Any]) -> str:
     """Return where a result was measured."""
     machine, versions = result["machine"], result["versions"]
     return (
-        f"Measured on {result['date']}: {machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 1e9:.0f} GB, "
-        f"torch {versions['torch']}, {result['threads']} threads; source {result['source']} tokens, "
-        f"{result['target']} steps, fp32."
+        f"Measured on {result['date']}: {machine['cpu']}, {machine['cores']} cores, "
+        f"{machine['memory_bytes'] / 1e9:.0f} GB, torch {versions['torch']}, {result['threads']} threads; "
+        f"source {result['source']} tokens, {result['target']} steps, fp32."
     )
 
 

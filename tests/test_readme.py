@@ -1,0 +1,52 @@
+"""The README: its numbers come from the results, its commands exist, its example runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fatdeploy.cli import COMMANDS
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_its_numbers_are_those_of_the_committed_results() -> None:
+    run = subprocess.run(
+        [sys.executable, "benchmarks/readme.py", "--check"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_its_first_screen_has_the_two_commands() -> None:
+    screen = README.splitlines()[:25]
+    assert any(line.startswith("make demo") for line in screen)
+    assert any(line.startswith("make test") for line in screen)
+
+
+def test_every_command_it_names_exists() -> None:
+    named = set(re.findall(r"`?fatdeploy ([a-z]+)", README)) - {"is"}
+    assert named <= set(COMMANDS)
+    assert named
+
+
+def test_the_decoding_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(EXAMPLES[0], "README.md", "exec"), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert all(re.fullmatch(r"\((\d+, ){11}\d+\) length", line) for line in lines)
+
+
+def test_nothing_in_the_repository_names_this_machine() -> None:
+    files = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT, check=True).stdout.split()
+    private = re.compile(r"/(work|root|home)/\w|pypi\.org|files\.pythonhosted")
+    found = [
+        f"{name}: {match.group()}"
+        for name in files
+        if (ROOT / name).is_file() and name != "tests/test_readme.py"
+        for match in private.finditer((ROOT / name).read_text(errors="replace"))
+    ]
+    assert not found
