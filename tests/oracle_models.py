@@ -12,7 +12,6 @@ from tests.oracles import (
     Vector,
     Weights,
     activated,
-    dot,
     heads_of,
     linear_attention,
     mixed,
@@ -191,7 +190,7 @@ class Oracle:
         top, config = h, self.config
         if config.head == "mlp":
             top = self.weights.linear("head.out", activated(self.weights.linear("head.into", h), config.activation))
-        logits = [dot(row, top) for row in self.weights["output.weight"]]
+        logits = (self.weights["output.weight"] @ top).tolist()
         if not config.copy:
             return np.array(logits)
         generated = float(sigmoid(self.weights.unbiased("copy", h))[0]) if open_ else 1.0

@@ -36,8 +36,7 @@ WITHOUT_DIRECTION: dict[str, dict[str, Any]] = {
 RELATIVES = ("table", "angle")
 
 
-@pytest.mark.parametrize("norm", ["pre", "post"])
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(("direction", "norm"), [*((name, "pre") for name in DIRECTIONS), ("both", "post")])
 @pytest.mark.parametrize("changes", ENCODERS.values(), ids=ENCODERS)
 def test_encoder_attention_in_every_direction(changes: dict[str, Any], direction: str, norm: str) -> None:
     compare(double_model(norm=norm, encoder_direction=direction, decoder_layers=1, **changes))

@@ -46,6 +46,31 @@ def test_positions_without_the_positional_mlp(positions: str) -> None:
     compare(double_model(positions=positions))
 
 
+SHAPES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "source_positions.table": ({"positions": "learned"}, (24, 24)),
+    "target_positions.table": ({"positions": "learned"}, (20, 24)),
+    "source_positions.into.weight": ({"positional_mlp": 8}, (24, 8)),
+    "encoder.relative.weights": ({"relative": "table"}, (2, 33)),
+    "decoder.relative.weights": ({"relative": "angle"}, (2, 2)),
+    "decoder.layers.1.cross.position_scores": ({"cross_attention": "fast_fc"}, (20, 24)),
+    "decoder.layers.1.cross.head_bias": ({"cross_attention": "fast_fc"}, (2,)),
+    "encoder.layers.1.attention.turn_keys": ({"encoder_attention": "slow", "norm": "pre"}, (2, 12, 12)),
+    "encoder.layers.1.attention.shorten_keys": ({"encoder_attention": "linformer"}, (5, 24)),
+    "encoder.layers.1.attention.scores": ({"encoder_attention": "synthesizer"}, (2, 24, 24)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_weight_has_one_name_and_only_embeddings_are_tied(name: str) -> None:
+    changes, shape = SHAPES[name]
+    weights = double_model(**changes).state_dict()
+    assert weights[name].shape == shape
+    shared = {
+        key for key, value in weights.items() if [v.data_ptr() for v in weights.values()].count(value.data_ptr()) > 1
+    }
+    assert shared == {"source_embedding.weight", "target_embedding.weight", "output.weight"}
+
+
 COPIES: dict[str, dict[str, Any]] = {
     "plain": {},
     "hybrid": {"hybrid": True},
