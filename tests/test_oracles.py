@@ -122,7 +122,8 @@ def test_tanh_bounded_weights_stay_bounded_where_the_published_ones_explode() ->
     cross.q.bias.zero_()
     cross.head_bias.zero_()
     cross.position_scores.copy_(torch.linspace(-900, 900, 20)[:, None].expand(-1, 24))
-    weights = model.decode(target, model.stateless(), model.encode(source, mask))[0].weights
+    last = model.config.decoder_layers - 1
+    weights = model.decode(target, model.stateless(), model.encode(source, mask), weights_of=last)[0].weights
     assert weights is not None
     alone = weights[2, 0, :, 0].numpy()  # the row whose source is one token: tanh(s) / (1 + exp(s))
     s = np.linspace(-900, 900, 20)[:19]

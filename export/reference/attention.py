@@ -1,4 +1,4 @@
-"""The arithmetic that attentions share: heads, masks, scores, feature maps, and the seams that export speaks through.
+"""The arithmetic that attentions share: heads, masks, scores, feature maps, recurrent state.
 
 Axes everywhere in the reference: B sources, R rows (B times the rows a source has), S source positions, T target
 positions, t positions of one call, I queries, J keys, H heads, D head width, M = H·D, F features, V vocabulary.
@@ -6,6 +6,7 @@ positions, t positions of one call, I queries, J keys, H heads, D head width, M 
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -68,14 +69,29 @@ class Scores(nn.Module):
 
     def __init__(self, kind: str | tuple[str, ...], config: ModelConfig) -> None:
         super().__init__()
+        self.heads = config.heads
         self.scale = 1.0 if kind == "dot" else 1.0 / math.sqrt(config.head_width)
         self.vectors = nn.Parameter(torch.zeros(config.heads, config.head_width)) if kind == "additive" else None
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return [B, H, …, I, J] from [B, H, …, I, D] and [B, H, …, J, D]."""
         if self.vectors is None:
             return (queries * self.scale) @ keys.transpose(-1, -2)
-        vectors = self.vectors.T[:, None, :, None, None]  # [D, 1, H, 1, 1]
+        vectors = self.vectors.T.reshape(-1, 1, self.heads, *[1] * (queries.ndim - 2))  # [D, 1, H, …, 1, 1]
         return summed_over_features(queries, keys, lambda pairs, block: pairs.tanh_() * vectors[block])
+
+
+@dataclass(frozen=True)
+class Visible:
+    """Which keys each query sees, and what is added to its scores: computed once for all layers of a stack."""
+
+    allowed: Tensor  # bool, broadcasts to [B, H, I, J]
+    relative: Tensor | None  # [H, I, J]
+    causal: bool = False  # nothing but the future is hidden
+
+    def weights(self, scores: Tensor) -> Tensor:
+        """Return the weights of scores [B, H, I, J]."""
+        return masked_softmax(scores if self.relative is None else scores + self.relative, self.allowed)
 
 
 class FeatureMap(nn.Module):
@@ -117,25 +133,6 @@ class FeatureMap(nn.Module):
     def quotient(self, sums: Tensor, normaliser: Tensor) -> Tensor:
         """Return sums [B, H, I, D] over normaliser [B, H, I, 1], kept away from zero."""
         return sums / (normaliser + 1e-6).clamp(min=self.smallest_normaliser)
-
-
-def attend(weights: Tensor, values: Tensor, dropout: nn.Dropout) -> Tensor:
-    """Return the weighted values, [B, H, I, J] and [B, H, J, D] to [B, I, M]."""
-    weighted: Tensor = dropout(weights) @ values
-    return merge_heads(weighted)
-
-
-def attend_cached(keys: Tensor, values: Tensor, state: LayerState, position: int) -> tuple[Tensor, Tensor]:
-    """Write this call's keys and values into their caches, in place, and return all that are written so far.
-
-    Without caches (a whole sequence at once) the call's own are all there is.
-    """
-    if not state:
-        return keys, values
-    end = position + keys.shape[2]
-    for cache, new in zip(state, (keys, values), strict=True):
-        cache[:, :, position:end] = new
-    return state[0][:, :, :end], state[1][:, :, :end]
 
 
 def linear_state(queries: Tensor, keys: Tensor, values: Tensor, state: LayerState) -> tuple[Tensor, Tensor, LayerState]:

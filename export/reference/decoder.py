@@ -10,8 +10,7 @@ from fatdeploy.export.reference.attention import (
     FeatureMap,
     LayerState,
     Scores,
-    attend,
-    attend_cached,
+    Visible,
     linear_state,
     masked_softmax,
     merge_heads,
@@ -20,6 +19,7 @@ from fatdeploy.export.reference.attention import (
 from fatdeploy.export.reference.config import ModelConfig
 from fatdeploy.export.reference.layers import FeedForward, Residual, layer_norm
 from fatdeploy.export.reference.positions import RelativeScores
+from fatdeploy.export.reference.seams import Outputs, Position, seams
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Memory:
 class DecoderState:
     """One position for the whole batch, and each layer's tensors over rows."""
 
-    position: int = 0
+    position: Position = 0
     layers: list[LayerState] = field(default_factory=list)
 
 
@@ -46,15 +46,13 @@ class Call:
     """What all layers of the decoder read of one call, computed once."""
 
     at: Tensor  # [t] positions of the call
-    allowed: Tensor  # [R or 1, 1, t, J], which target positions a query sees
-    relative: Tensor | None  # [H, t, J]
+    visible: Visible  # target positions [R or 1, 1, t, J]
     gate: Tensor | None  # [R, t] bool of the hybrid forward pass; None where there is none
-    skip_cross: bool  # the gate is closed for every row and position
+    weights_of: int | None  # the layer whose cross weights are wanted
 
 
-def seen(config: ModelConfig, at: Tensor, end: int, tokens: Tensor) -> Tensor:
+def seen(config: ModelConfig, at: Tensor, j: Tensor, tokens: Tensor) -> Tensor:
     """Return which target positions a query sees: the past, the window of ``local``, a row's length if parallel."""
-    j = torch.arange(end, device=at.device)
     if config.parallel:
         return (tokens != config.pad_id)[:, None, None, :]
     distance = at[:, None] - j
@@ -75,13 +73,13 @@ class CachedAttention(nn.Module):
         self.scores = Scores(config.decoder_attention, config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, state: LayerState, call: Call, position: int) -> tuple[Tensor, LayerState]:
-        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, -1))
-        k, v = attend_cached(k, v, state, position)
-        scores = self.scores(q, k)
-        if call.relative is not None:
-            scores = scores + call.relative
-        return self.out(attend(masked_softmax(scores, call.allowed), v, self.dropout)), state
+    def forward(self, x: Tensor, state: LayerState, call: Call, position: Position) -> tuple[Tensor, LayerState]:
+        qkv = self.qkv(x)
+        if state:
+            mixed, state = seams().attend_cached(qkv, self.scores, call.visible, state, position)
+        else:
+            mixed = seams().attend(qkv, self.scores, call.visible, self.dropout)
+        return self.out(mixed), state
 
 
 class RecurrentAttention(nn.Module):
@@ -94,7 +92,7 @@ class RecurrentAttention(nn.Module):
         self.out = nn.Linear(config.width, config.width)
         self.features = FeatureMap(config)
 
-    def forward(self, x: Tensor, state: LayerState, call: Call, position: int) -> tuple[Tensor, LayerState]:  # noqa: ARG002
+    def forward(self, x: Tensor, state: LayerState, call: Call, position: Position) -> tuple[Tensor, LayerState]:  # noqa: ARG002
         q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, -1))
         sums, normaliser, state = linear_state(self.features.queries(q), self.features.keys(k), v, state)
         return self.out(merge_heads(self.features.quotient(sums, normaliser))), state
@@ -102,6 +100,8 @@ class RecurrentAttention(nn.Module):
 
 class CrossAttention(nn.Module):
     """``scaled_dot``, ``dot`` or ``additive`` attention of the target to the source."""
+
+    plain = True  # a softmax of the scores and nothing else
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -117,28 +117,34 @@ class CrossAttention(nn.Module):
         k, v = (split_heads(part, self.heads) for part in self.kv(encoded).chunk(2, -1))
         return k, v
 
-    def weigh(self, queries: Tensor, keys: Tensor, valid: Tensor, at: Tensor) -> Tensor:  # noqa: ARG002
-        """Return the weights [B, H, I, S]; ``at`` [I] holds the target position of each query."""
-        return masked_softmax(self.scores(queries, keys), valid[:, None, None, :])
+    def weigh(self, queries: Tensor, keys: Tensor, real: Tensor, at: Tensor) -> Tensor:  # noqa: ARG002
+        """Return the weights [B, H, n, t, S] of queries at the target positions ``at`` [t]."""
+        return masked_softmax(self.scores(queries, keys), real)
 
     def mix(self, x: Tensor, attended: Tensor) -> Tensor:  # noqa: ARG002
         """Return the sub-layer's output from what was attended to."""
         mixed: Tensor = self.out(attended)
         return mixed
 
-    def forward(self, x: Tensor, memory: Memory, layer: int, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Return output [R, t, M] and weights [R, H, t, S]; all rows of a source are queries of its one memory."""
-        rows, steps = x.shape[:2]
-        batch = len(memory.valid)
-        queries = split_heads(self.q(x.reshape(batch, -1, x.shape[-1])), self.heads)  # [B, H, R/B·t, D]
-        weights = self.weigh(queries, memory.keys[layer], memory.valid, at.repeat(rows // batch))
-        attended = attend(weights, memory.values[layer], self.dropout).reshape(x.shape)
-        by_row = weights.view(batch, self.heads, rows // batch, steps, -1).transpose(1, 2)
-        return self.mix(x, attended), by_row.flatten(0, 1)
+    def forward(self, x: Tensor, memory: Memory, layer: int, at: Tensor, weigh: bool) -> Outputs:
+        """Return output [R, t, M] and, to ``weigh``, weights [B, H, n, t, S]; all n rows of a source share its memory."""
+        q, keys, values = self.q(x), memory.keys[layer], memory.values[layer]
+        if self.plain and not weigh:
+            fused = seams().attend_memory(q, keys, values, self.scores, memory.valid)
+            if fused is not None:
+                return (self.mix(x, fused),)
+        queries = seams().by_source(q, memory.valid)  # [B, n, t, M]
+        queries = queries.view(*queries.shape[:-1], self.heads, -1).permute(0, 3, 1, 2, 4)
+        weights = self.weigh(queries, keys[:, :, None], memory.valid[:, None, None, None, :], at)
+        attended = (self.dropout(weights) @ values[:, :, None]).permute(0, 2, 3, 1, 4)  # [B, n, t, H, D]
+        y = self.mix(x, seams().by_row(attended, x))
+        return (y, weights) if weigh else (y,)
 
 
 class FastFullyConnected(CrossAttention):
     """Fast Fully Connected Softmax: a learned score a pair of positions, tanh weights, a gate, no output bias."""
+
+    plain = False
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -148,10 +154,9 @@ class FastFullyConnected(CrossAttention):
         self.gate = nn.Linear(config.width, config.width)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
-    def weigh(self, queries: Tensor, keys: Tensor, valid: Tensor, at: Tensor) -> Tensor:
-        bias = self.position_scores[at, : keys.shape[2]] + self.head_bias[:, None, None]  # [H, I, S]
-        scores = self.scores(queries, keys) + bias
-        real = valid[:, None, None, :]
+    def weigh(self, queries: Tensor, keys: Tensor, real: Tensor, at: Tensor) -> Tensor:
+        bias = self.position_scores[at, : keys.shape[-2]] + self.head_bias[:, None, None]  # [H, t, S]
+        scores = self.scores(queries, keys) + bias[:, None]
         if self.form == "softmax":
             return masked_softmax(scores, real)
         total = scores.masked_fill(~real, -torch.inf).logsumexp(-1, keepdim=True)
@@ -176,19 +181,29 @@ class DecoderLayer(nn.Module):
         self.cross = (FastFullyConnected if config.cross_attention == "fast_fc" else CrossAttention)(config)
         self.ffn = FeedForward(config)
 
-    def attend_self(self, x: Tensor, state: LayerState, call: Call, position: int) -> tuple[Tensor, LayerState]:
+    def attend_self(self, x: Tensor, state: LayerState, call: Call, position: Position) -> tuple[Tensor, LayerState]:
         """Return x after self-attention, and the layer's next state."""
         y, state = self.attention(self.self_residual.enter(x), state, call, position)
         return self.self_residual.leave(x, y), state
 
     def attend_source(self, x: Tensor, memory: Memory, layer: int, call: Call) -> tuple[Tensor, Tensor | None]:
-        """Return x after cross-attention and its weights; where the gate is closed the sub-layer adds exactly 0."""
-        if call.skip_cross:
+        """Return x after cross-attention, and its weights if wanted; where the gate is closed it adds exactly 0."""
+        h, gate, weigh = self.cross_residual.enter(x), call.gate, layer == call.weights_of
+
+        def act() -> Outputs:
+            outputs: Outputs = self.cross(h, memory, layer, call.at, weigh)
+            return outputs
+
+        def blank() -> Outputs:
+            batch, source = memory.valid.shape
+            weights = h.new_zeros(batch, self.cross.heads, len(h) // batch, h.shape[1], source)
+            return (torch.zeros_like(h), weights) if weigh else (torch.zeros_like(h),)
+
+        outputs = act() if gate is None else seams().unless(~gate.any(), act, blank)
+        if outputs is None:
             return self.cross_residual.leave(x, None), None
-        y, weights = self.cross(self.cross_residual.enter(x), memory, layer, call.at)
-        if call.gate is not None:
-            y = y * call.gate[..., None]
-        return self.cross_residual.leave(x, y), weights
+        y = outputs[0] if gate is None else outputs[0] * gate[..., None]
+        return self.cross_residual.leave(x, y), outputs[1] if weigh else None
 
 
 class Decoder(nn.Module):
@@ -218,31 +233,34 @@ class Decoder(nn.Module):
             shapes = []
         return DecoderState(0, [tuple(like.new_zeros(shape) for shape in shapes) for _ in self.layers])
 
-    def call(self, tokens: Tensor, position: int, gate: Tensor | None) -> Call:
-        """Return what the layers share in a call on tokens [R, t] that begins at ``position``."""
-        end = position + tokens.shape[1]
-        at = torch.arange(position, end, device=tokens.device)
-        return Call(
-            at=at,
-            allowed=seen(self.config, at, end, tokens),
-            relative=None if self.relative is None else self.relative(at, torch.arange(end, device=tokens.device)),
-            gate=gate,
-            skip_cross=gate is not None and not bool(gate.any()),
+    def call(self, tokens: Tensor, state: DecoderState, gate: Tensor | None, weights_of: int | None) -> Call:
+        """Return what the layers share in a call on tokens [R, t]."""
+        steps, config = tokens.shape[1], self.config
+        at = torch.arange(steps, device=tokens.device) + state.position
+        cached = bool(state.layers[0]) and config.decoder_attention != "linear"
+        capacity = state.layers[0][0].shape[2] if cached else steps
+        j = torch.arange(seams().n_keys(state.position, steps, capacity), device=tokens.device)
+        visible = Visible(
+            allowed=seen(config, at, j, tokens),
+            relative=None if self.relative is None else self.relative(at, j),
+            causal=config.decoder_attention in ("scaled_dot", "dot", "additive"),
         )
+        return Call(at, visible, gate, weights_of)
 
     def forward(
         self, x: Tensor, state: DecoderState, memory: Memory, call: Call
     ) -> tuple[Tensor, Tensor | None, DecoderState]:
-        """Return hidden states [R, t, M], the last cross weights [R, H, t, S] if executed, and the next state."""
-        weights: Tensor | None = None
+        """Return hidden states [R, t, M], the wanted cross weights [B, H, n, t, S] if executed, and the next state."""
+        wanted: Tensor | None = None
         following = []
         for index, layer in enumerate(self.stack()):
             x, layer_state = layer.attend_self(x, state.layers[index], call, state.position)
             x, weights = layer.attend_source(x, memory, index, call)
+            wanted = weights if weights is not None else wanted
             x = layer.ffn(x)
             following.append(layer_state)
         hidden = x if self.norm is None else self.norm(x)
-        return hidden, weights, DecoderState(state.position + len(call.at), following)
+        return hidden, wanted, DecoderState(state.position + len(call.at), following)
 
     def stack(self) -> list[DecoderLayer]:
         """Return the layers with their type."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from fatdeploy.export.reference.attention import (
     FeatureMap,
     Scores,
-    attend,
+    Visible,
     masked_softmax,
     merge_heads,
     slow_scores,
@@ -17,6 +17,7 @@ from fatdeploy.export.reference.attention import (
 from fatdeploy.export.reference.config import ModelConfig
 from fatdeploy.export.reference.layers import FeedForward, Residual, layer_norm
 from fatdeploy.export.reference.positions import RelativeScores
+from fatdeploy.export.reference.seams import seams
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,7 @@ class Source:
 
     valid: Tensor  # [B, S], True = a real token
     embedded: Tensor  # [B, S, M], x̂ of the slow attention
-    allowed: Tensor  # [B, 1 or H, S, S], which keys a query sees
-    relative: Tensor | None  # [H, S, S]
-
-    def weighed(self, scores: Tensor) -> Tensor:
-        """Return the weights of scores over this source's positions."""
-        return masked_softmax(scores if self.relative is None else scores + self.relative, self.allowed)
+    visible: Visible
 
 
 def seen(config: ModelConfig, valid: Tensor) -> Tensor:
@@ -64,8 +60,7 @@ class SoftmaxAttention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, h: Tensor, source: Source) -> Tensor:
-        q, k, v = (split_heads(part, self.heads) for part in self.qkv(h).chunk(3, -1))
-        mixed: Tensor = self.out(attend(source.weighed(self.scores(q, k)), v, self.dropout))
+        mixed: Tensor = self.out(seams().attend(self.qkv(h), self.scores, source.visible, self.dropout))
         return mixed
 
 
@@ -87,7 +82,7 @@ class SlowAttention(nn.Module):
         k, v = (split_heads(part, self.heads) for part in self.kv(h).chunk(2, -1))
         a = split_heads(self.q(source.embedded), self.heads) @ self.turn_queries.transpose(-1, -2)
         c = k @ self.turn_keys.transpose(-1, -2)
-        mixed = attend(source.weighed(slow_scores(a, c)), v, self.dropout)
+        mixed = merge_heads(self.dropout(source.visible.weights(slow_scores(a, c))) @ v)
         gated: Tensor = self.out(mixed * self.gate(source.embedded).sigmoid())
         return gated
 
@@ -105,7 +100,7 @@ class LinformerAttention(SoftmaxAttention):
         real, length = source.valid[..., None], h.shape[1]
         k, v = self.shorten_keys[:, :length] @ (k * real), self.shorten_values[:, :length] @ (v * real)
         q, k, v = (split_heads(part, self.heads) for part in (q, k, v))
-        mixed: Tensor = self.out(attend(self.scores(q, k).softmax(-1), v, self.dropout))
+        mixed: Tensor = self.out(merge_heads(self.dropout(self.scores(q, k).softmax(-1)) @ v))
         return mixed
 
 
@@ -124,7 +119,7 @@ class CompressedAttention(SoftmaxAttention):
         valid = nn.functional.pad(source.valid, (0, self._missing(h))).view(len(h), -1, self.ratio).any(-1)
         q, k, v = (split_heads(part, self.heads) for part in (q, k, v))
         weights = masked_softmax(self.scores(q, k), valid[:, None, None, :])
-        mixed: Tensor = self.out(attend(weights, v, self.dropout))
+        mixed: Tensor = self.out(merge_heads(self.dropout(weights) @ v))
         return mixed
 
     def _pairs(self, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, nn.Conv1d], tuple[Tensor, nn.Conv1d]]:
@@ -157,7 +152,7 @@ class LinearAttention(nn.Module):
         if self.both:
             sums, normaliser = q @ (k.transpose(-1, -2) @ v), q @ k.sum(2)[..., None]
         else:
-            scores = (q @ k.transpose(-1, -2)) * source.allowed
+            scores = (q @ k.transpose(-1, -2)) * source.visible.allowed
             sums, normaliser = scores @ v, scores.sum(-1, keepdim=True)
         mixed: Tensor = self.out(merge_heads(self.features.quotient(sums, normaliser)))
         return mixed
@@ -187,8 +182,8 @@ class SynthesizerAttention(nn.Module):
             scores = inner @ self.scores[:, :length].transpose(-1, -2) + self.bias[:, None, :length]
         else:
             scores = self.scores[:, :length, :length]
-        weights = source.weighed(scores)
-        mixed: Tensor = self.out(attend(weights, split_heads(self.values(h), self.heads), self.dropout))
+        weights = self.dropout(source.visible.weights(scores))
+        mixed: Tensor = self.out(merge_heads(weights @ split_heads(self.values(h), self.heads)))
         return mixed
 
 
@@ -232,8 +227,7 @@ class Encoder(nn.Module):
         source = Source(
             valid=valid,
             embedded=x if self.query_norm is None else self.query_norm(x),
-            allowed=seen(self.config, valid),
-            relative=self._relative(x),
+            visible=Visible(seen(self.config, valid), self._relative(x)),
         )
         outputs = []
         for layer in self.layers:

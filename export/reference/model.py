@@ -12,6 +12,7 @@ from fatdeploy.export.reference.decoder import Decoder, DecoderState, Memory
 from fatdeploy.export.reference.encoder import Encoder
 from fatdeploy.export.reference.layers import activated
 from fatdeploy.export.reference.positions import Positions
+from fatdeploy.export.reference.seams import seams
 from fatdeploy.spec import ModelSpec, StateSpec, cache_specs, recurrent_specs
 
 
@@ -20,7 +21,7 @@ class Decoded:
     """What the decoder made of one call, before it is turned into scores of the vocabulary."""
 
     hidden: Tensor  # [R, t, M], what the output matrix multiplies
-    weights: Tensor | None  # [R, H, t, S] of the last cross-attention; None where it was not executed
+    weights: Tensor | None  # [B, H, n, t, S] of one cross-attention; None if not wanted or not executed
     copy_gate: Tensor | None  # [R, t, 1], how much is generated rather than copied; None without copy
 
 
@@ -92,7 +93,8 @@ class ReferenceModel(nn.Module):
 
     def encode(self, source: Tensor, source_mask: Tensor) -> Memory:
         """Return all that the decoder needs of source [B, S]; the mask is True at real tokens, padding on the right."""
-        self.spec.check_source(source.cpu().numpy(), source_mask.cpu().numpy())
+        if not torch.compiler.is_exporting():
+            self.spec.check_source(source.cpu().numpy(), source_mask.cpu().numpy())
         at = torch.arange(source.shape[1], device=source.device)
         embedded = self.source_positions(self.source_embedding(source) * self.scale, at)
         encoded = self.encoder(self.dropout(embedded), source_mask)
@@ -121,11 +123,18 @@ class ReferenceModel(nn.Module):
         """Return a state without caches, for one call on a whole target."""
         return DecoderState(0, [()] * self.config.decoder_layers)
 
-    def decode(self, tokens: Tensor, state: DecoderState, memory: Memory) -> tuple[Decoded, DecoderState]:
-        """Return what the decoder makes of ``tokens`` [R, t], without the vocabulary's scores, and the next state."""
-        self._check_step(tokens, state, memory)
+    def decode(
+        self, tokens: Tensor, state: DecoderState, memory: Memory, weights_of: int | None = None
+    ) -> tuple[Decoded, DecoderState]:
+        """Return what the decoder makes of ``tokens`` [R, t], without the vocabulary's scores, and the next state.
+
+        Cross weights are those of layer ``weights_of``; with the copy mechanism, which needs them, of the last.
+        """
+        if not torch.compiler.is_exporting():
+            self._check_step(tokens, state, memory)
         gate = self._gate(tokens, memory)
-        call = self.decoder.call(tokens, state.position, gate)
+        weights_of = self.config.decoder_layers - 1 if self.config.copy else weights_of
+        call = self.decoder.call(tokens, state, gate, weights_of)
         embedded = self.target_embedding(tokens) * self.scale
         if gate is not None:
             embedded = embedded * gate[..., None]
@@ -135,19 +144,18 @@ class ReferenceModel(nn.Module):
 
     def logits(self, decoded: Decoded, memory: Memory) -> Tensor:
         """Return scores [R, t, V]; with the copy mechanism they are log-probabilities."""
-        logits = decoded.hidden @ self.output.weight.T
+        logits = seams().project(decoded.hidden, self.output.weight)
         if decoded.copy_gate is None:
             return logits
         probability = decoded.copy_gate * logits.softmax(-1)
         if decoded.weights is not None:
-            mean = decoded.weights.mean(1) * (1 - decoded.copy_gate)  # [R, t, S]
-            ids = memory.source.repeat_interleave(len(mean) // len(memory.source), 0)
-            probability = probability.scatter_add(-1, ids[:, None, :].expand_as(mean), mean)
+            mean = decoded.weights.mean(1).flatten(0, 1) * (1 - decoded.copy_gate)  # [R, t, S]
+            probability = seams().copied(probability, mean, memory.source)
         return (probability + 1e-9).log()
 
     def _check_step(self, tokens: Tensor, state: DecoderState, memory: Memory) -> None:
         caches = state.layers[0] if self.config.decoder_attention != "linear" else ()
-        self.spec.check_tokens(tokens.cpu().numpy(), state.position, caches[0].shape[2] if caches else None)
+        self.spec.check_tokens(tokens.cpu().numpy(), int(state.position), caches[0].shape[2] if caches else None)
         if len(tokens) % len(memory.valid):
             raise SpecMismatch(f"step refused: {len(tokens)} rows do not divide among {len(memory.valid)} sources")
 
@@ -155,9 +163,9 @@ class ReferenceModel(nn.Module):
         """Return which tokens carry source information, [R, t]: BOS, frequent ones, and those of the row's source."""
         if not self.config.hybrid:
             return None
-        batch = len(memory.source)
-        equal = tokens.reshape(batch, -1, 1) == memory.source[:, None, :]
-        in_source = (equal & memory.valid[:, None, :]).any(-1).reshape(tokens.shape)
+        grouped = seams().by_source(tokens, memory.source)  # [B, n, t]
+        equal = grouped[..., None] == memory.source[:, None, None, :]
+        in_source = seams().by_row((equal & memory.valid[:, None, None, :]).any(-1), tokens)
         carries = (tokens == self.config.bos_id) | self.keep[tokens] | in_source
         return carries & (tokens != self.config.pad_id)
 

@@ -1,0 +1,84 @@
+"""The seams of the reference: the few places where a target has its own way to say what PyTorch says in tensor code.
+
+The reference calls ``seams()``. In PyTorch that is ``Seams`` itself; an exporter puts a dialect in its place while it
+traces, so that every graph comes from the same model code and nothing is pattern-matched afterwards.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from torch import Tensor, nn
+
+from fatdeploy.export.reference.attention import LayerState, Scores, Visible, merge_heads, split_heads
+
+# A number when decoding, a tensor without axes in a graph.
+Position = int | Tensor
+Outputs = tuple[Tensor, ...]
+
+
+class Seams:
+    """What the seams do in PyTorch."""
+
+    def n_keys(self, position: Position, steps: int, capacity: int) -> int:  # noqa: ARG002
+        """Return how many target positions a call's queries are compared with: all that are written after it."""
+        return int(position) + steps
+
+    def attend(self, qkv: Tensor, scores: Scores, visible: Visible, dropout: nn.Dropout) -> Tensor:
+        """Return self-attention [B, L, M] of packed queries, keys and values [B, L, 3M]."""
+        q, k, v = (split_heads(part, scores.heads) for part in qkv.chunk(3, -1))
+        return merge_heads(dropout(visible.weights(scores(q, k))) @ v)
+
+    def attend_cached(
+        self, qkv: Tensor, scores: Scores, visible: Visible, state: LayerState, position: Position
+    ) -> tuple[Tensor, LayerState]:
+        """Write this call's keys and values into their caches, in place, and attend to all that is written so far."""
+        q, k, v = (split_heads(part, scores.heads) for part in qkv.chunk(3, -1))
+        start, end = int(position), int(position) + k.shape[2]
+        for cache, new in zip(state, (k, v), strict=True):
+            cache[:, :, start:end] = new
+        keys, values = (cache[:, :, :end] for cache in state)
+        return merge_heads(visible.weights(scores(q, keys)) @ values), state
+
+    def attend_memory(self, q: Tensor, keys: Tensor, values: Tensor, scores: Scores, valid: Tensor) -> Tensor | None:  # noqa: ARG002
+        """Return attention [R, t, M] to the source if the target has one op for it; None if it is to be spelled out."""
+        return None
+
+    def by_source(self, x: Tensor, batch: Tensor) -> Tensor:
+        """Return [R, t, …] as [B, n, t, …], n rows for each of the sources in ``batch`` [B, …]."""
+        return x.view(len(batch), -1, *x.shape[1:])
+
+    def by_row(self, x: Tensor, like: Tensor) -> Tensor:
+        """Return x in the shape of ``like``: the way back from ``by_source``."""
+        return x.reshape(like.shape)
+
+    def unless(self, idle: Tensor, act: Callable[[], Outputs], blank: Callable[[], Outputs]) -> Outputs | None:  # noqa: ARG002
+        """Return what ``act`` gives; if ``idle`` is true it is not executed, and None or ``blank`` takes its place."""
+        return None if bool(idle) else act()
+
+    def project(self, hidden: Tensor, matrix: Tensor) -> Tensor:
+        """Return hidden [R, t, M] times the transpose of the output matrix [V, M]."""
+        return hidden @ matrix.T
+
+    def copied(self, probability: Tensor, weights: Tensor, source: Tensor) -> Tensor:
+        """Return probability [R, t, V] with weights [R, t, S] added at the source's ids [B, S]."""
+        ids = source.repeat_interleave(len(weights) // len(source), 0)
+        return probability.scatter_add(-1, ids[:, None, :].expand_as(weights), weights)
+
+
+_current: ContextVar[Seams] = ContextVar("seams", default=Seams())  # noqa: B039 - it has no state
+
+
+def seams() -> Seams:
+    """Return the seams in force."""
+    return _current.get()
+
+
+@contextmanager
+def speaking(dialect: Seams) -> Iterator[None]:
+    """Put a dialect in the place of PyTorch's own seams while a graph is traced."""
+    token = _current.set(dialect)
+    try:
+        yield
+    finally:
+        _current.reset(token)
