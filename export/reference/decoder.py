@@ -127,7 +127,7 @@ class CrossAttention(nn.Module):
         return mixed
 
     def forward(self, x: Tensor, memory: Memory, layer: int, at: Tensor, weigh: bool) -> Outputs:
-        """Return output [R, t, M] and, to ``weigh``, weights [B, H, n, t, S]; all n rows of a source share its memory."""
+        """Return output [R, t, M] and, if to ``weigh``, [B, H, n, t, S]; the n rows of a source share its memory."""
         q, keys, values = self.q(x), memory.keys[layer], memory.values[layer]
         if self.plain and not weigh:
             fused = seams().attend_memory(q, keys, values, self.scores, memory.valid)
