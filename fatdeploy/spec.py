@@ -1,12 +1,13 @@
 """The contract between a model and its runtimes: sizes, ids, tensors. The only file that spells a tensor name."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fatdeploy.errors import SpecMismatch, in_one_line
+from fatdeploy.records import RecordReader, json_from_record
 
 Axis = Literal["batch", "rows", "source", "step", "capacity"]
 Tokens = NDArray[np.int64]
@@ -66,6 +67,20 @@ class ModelSpec:
     source: TensorSpec = TensorSpec("source", "int64", ("batch", "source"))
     source_mask: TensorSpec = TensorSpec("source_mask", "bool", ("batch", "source"))
     state: tuple[StateSpec, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as JSON values, defaults included: a later change of a default changes no bundle."""
+        values: dict[str, Any] = json_from_record(self)
+        return values
+
+    @classmethod
+    def from_dict(cls, values: object) -> "ModelSpec":
+        """Return the spec that ``to_dict`` described; unknown, missing and mistyped fields are refused together."""
+        reader = RecordReader()
+        spec = reader.read(cls, values)
+        if spec is None:
+            raise SpecMismatch(in_one_line("spec refused", reader.reasons))
+        return spec
 
     def check_source(self, source: Tokens, mask: Mask) -> None:
         """Raise SpecMismatch, with every reason, unless the source is right-padded ids that the model takes."""

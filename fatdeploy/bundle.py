@@ -1,0 +1,290 @@
+"""The bundle: a folder of graphs and weights, and the manifest by which every file is checked before it is read."""
+
+import hashlib
+import json
+import stat
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, NoReturn
+
+from fatdeploy._version import VERSION
+from fatdeploy.errors import BundleError, in_one_line
+from fatdeploy.records import RecordReader, json_from_record, shown
+from fatdeploy.spec import ModelSpec
+
+Target = Literal["ort-cpu", "ort-cuda", "onnx", "tensorrt", "tensorrt-rtx"]
+Precision = Literal["fp32", "fp16", "bf16", "int8", "int4"]
+Dialect = Literal["ort", "standard"]
+
+FORMAT = (1, 0)  # a reader takes any minor of its own major
+MANIFEST, ENCODER, DECODER, WEIGHTS = "manifest.json", "encoder.onnx", "decoder.onnx", "weights.bin"
+TOKENIZER, PARITY, PROBES = "tokenizer.json", "parity.json", "probes.npz"
+REQUIRED = (ENCODER, DECODER, WEIGHTS)  # of every target: a TensorRT plan is built from them on the device
+
+_LARGEST_MANIFEST = 16 << 20
+_MOST_REASONS = 20
+# ValueError: a NUL in the path. RuntimeError: links in a circle, before Python 3.13.
+_UNREADABLE = (OSError, ValueError, RuntimeError)
+_EXPORT = "fatdeploy export SOURCE --out"
+# For what may not be a bundle at all: nobody should be told to replace his own folder by force.
+_WRITE_ONE = f"a bundle is a folder with a {MANIFEST}; write one: {_EXPORT} DIR"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file of a bundle must be."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where the weights come from."""
+
+    name: str
+    sha256: str
+    licence: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a bundle is, who made it and how; ``write_manifest`` fills in ``files``.
+
+    ``onnxruntime`` is the range of versions that it was verified with, ``settings`` are the choices that the exporter
+    made by itself, ``histograms`` count operators: graph, then ``before`` or ``after``, then operator.
+    """
+
+    spec: ModelSpec
+    target: Target
+    precision: Precision
+    dialect: Dialect
+    opset: int
+    versions: dict[str, str]
+    source: Provenance
+    onnxruntime: tuple[str, str] | None = None
+    settings: dict[str, object] = field(default_factory=dict)
+    histograms: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    format: tuple[int, int] = FORMAT
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A folder whose files are what its manifest says.
+
+    Two exports of the same input with the same versions have the same ``digest``: it covers everything but the
+    certificate, which says where and when it was made.
+    """
+
+    path: Path
+    manifest: Manifest
+    digest: str
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The contract of the graphs."""
+        return self.manifest.spec
+
+    @property
+    def total_bytes(self) -> int:
+        """The size of all listed files."""
+        return sum(record.size for record in self.manifest.files.values())
+
+    def file(self, name: str) -> Path:
+        """Return the path of a listed file; no other file of the folder was checked, so no other is given."""
+        if name not in self.manifest.files:
+            listed = ", ".join(sorted(self.manifest.files))
+            raise BundleError(f"{self.path}: its {MANIFEST} does not list {shown(name)}, only {listed}")
+        return self.path / name
+
+
+def write_manifest(folder: str | Path, manifest: Manifest) -> Bundle:
+    """Write the manifest of all files that are in the folder now; the same content gives the same bytes."""
+    folder = Path(folder)
+    try:
+        # Through JSON and back first: a key that is no string is sorted elsewhere than the string it becomes.
+        values = json.loads(json.dumps(json_from_record(replace(manifest, files=_records(folder))), allow_nan=False))
+        values["digest"] = digest_of(values)
+        text = json.dumps(values, indent=2, sort_keys=True) + "\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BundleError(f"{folder / MANIFEST} cannot be written as JSON: {error}") from error
+    (folder / MANIFEST).write_bytes(text.encode())
+    return read_bundle(folder, check_hashes=False)
+
+
+def read_bundle(path: str | Path, *, check_hashes: bool = True) -> Bundle:
+    """Return the bundle in a folder; anything damaged, missing or unknown is one BundleError with every reason."""
+    path = Path(path)
+    folder = _existing_folder(path)
+    values, digest = _values_and_digest(path, folder)
+    manifest = _manifest_from_values(path, values, digest)
+    reasons = [f"{name}: {MANIFEST} does not list it" for name in REQUIRED if name not in manifest.files]
+    for name, record in manifest.files.items():
+        reason = _wrong_name(name) or _wrong_file(folder, name, record, check_hashes)
+        if reason:
+            reasons.append(f"{shown(name)}: {reason}")
+    if reasons:
+        _refuse(path, reasons)
+    return Bundle(folder, manifest, digest)
+
+
+def digest_of(values: Mapping[str, Any]) -> str:
+    """Return the sha256 of a manifest's values, the digest itself and the certificate's record left out."""
+    files = values.get("files")
+    if isinstance(files, dict):
+        files = {name: record for name, record in files.items() if name != PARITY}
+    covered = {name: value for name, value in values.items() if name != "digest"} | {"files": files}
+    return hashlib.sha256(json.dumps(covered, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def _refuse(path: Path, reasons: list[str], advice: str = "") -> NoReturn:
+    said = reasons[:_MOST_REASONS]
+    if len(reasons) > len(said):
+        said.append(f"and {len(reasons) - len(said)} more")
+    advice = advice or f"copy the folder again, or export it again: {_EXPORT} {path} --force"
+    raise BundleError(f"{in_one_line(f'bundle {path} refused', said)}. {advice[0].upper()}{advice[1:]}")
+
+
+def _cause(error: Exception) -> str:
+    """Return what an error says without the path in it, which is ours already or a stranger's and long."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _records(folder: Path) -> dict[str, FileRecord]:
+    records = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if name == MANIFEST or (path.is_dir() and not path.is_symlink()):
+            continue
+        if path.is_symlink() or not path.is_file():
+            raise BundleError(f"{path} is not a regular file; a bundle holds copies of its files, not links to them")
+        records[name] = FileRecord(path.stat().st_size, _sha256(path))
+    return records
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _existing_folder(path: Path) -> Path:
+    try:
+        folder = path.resolve(strict=True)
+        if folder.is_dir():
+            return folder
+        reason = "it is a file"
+    except _UNREADABLE as error:
+        reason = _cause(error)
+    _refuse(path, [reason], _WRITE_ONE)
+
+
+def _values_and_digest(path: Path, folder: Path) -> tuple[dict[str, Any], str]:
+    """Return the JSON object in a folder's manifest, and the digest that it should have."""
+    reason = _not_a_file(folder, MANIFEST)
+    if reason:
+        _refuse(path, [f"{MANIFEST}: {reason}"], _WRITE_ONE)
+    try:
+        values = _values_from_json(folder / MANIFEST)
+        return values, digest_of(values)
+    # ValueError: no JSON, no UTF-8, a number with more digits than Python reads or beyond a float.
+    except (OSError, ValueError, RecursionError) as error:
+        _refuse(path, [f"{MANIFEST} cannot be read: {_cause(error)}"])
+
+
+def _values_from_json(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        data = file.read(_LARGEST_MANIFEST + 1)
+    if len(data) > _LARGEST_MANIFEST:
+        raise ValueError(f"expected at most {_LARGEST_MANIFEST} bytes, found more")
+    values = json.loads(data.decode(), object_pairs_hook=_object_from_pairs, parse_constant=_no_number)
+    if not isinstance(values, dict):
+        raise ValueError(f"expected an object, found {shown(values)}")
+    return values
+
+
+def _object_from_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{shown(name)} stands there more than once")
+    return values
+
+
+def _no_number(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _manifest_from_values(path: Path, values: dict[str, Any], digest: str) -> Manifest:
+    minor = _checked_minor(path, values)
+    reader = RecordReader(allow_unknown=minor > FORMAT[1], allow_missing=minor < FORMAT[1])
+    found = values.pop("digest", None)
+    if found != digest:
+        reader.reasons.append(f"expected digest {digest}, found {shown(found)}: it was changed after it was written")
+    manifest = reader.read(Manifest, values)
+    if manifest is None or reader.reasons:
+        advice = _upgrade(values, newer=minor > FORMAT[1] and found == digest)
+        _refuse(path, [f"{MANIFEST}: {reason}" for reason in reader.reasons], advice)
+    return manifest
+
+
+def _checked_minor(path: Path, values: dict[str, Any]) -> int:
+    """Return the minor version of a manifest's format; another major means other rules, so nothing else is read."""
+    form = values.get("format")
+    if not isinstance(form, list) or [type(number) for number in form] != [int, int] or min(form) < 0:
+        _refuse(path, [f"{MANIFEST}: format: expected {list(FORMAT)}, found {shown(form)}"])
+    major, minor = form
+    if major != FORMAT[0]:
+        said = f"format: expected {FORMAT[0]}.x, found {major}.{minor}"
+        _refuse(path, [f"{MANIFEST}: {said}"], _upgrade(values, newer=major > FORMAT[0]))
+    return int(minor)
+
+
+def _upgrade(values: dict[str, Any], *, newer: bool) -> str:
+    """Return the advice for a manifest that a newer fatdeploy wrote, which says its own version."""
+    if not newer:
+        return ""
+    versions = values.get("versions")
+    wrote = versions.get("fatdeploy") if isinstance(versions, dict) else None
+    needs = f"fatdeploy {shown(wrote)}" if isinstance(wrote, str) else "a newer fatdeploy"
+    return f"it needs {needs}, this is {VERSION}: pip install -U fatdeploy"
+
+
+def _wrong_name(name: str) -> str:
+    """Say why a name may lead out of the folder, on any system: Windows reads backslashes, drives and streams."""
+    path = PurePosixPath(name)
+    plain = name.isprintable() and not set(name) & set('\\:*?"<>|')
+    if not plain or path.is_absolute() or ".." in path.parts or not path.parts or str(path) != name:
+        return "expected a plain relative path inside the folder"
+    return f"{MANIFEST} cannot list itself" if name == MANIFEST else ""
+
+
+def _not_a_file(folder: Path, name: str) -> str:
+    """Say why a name is not a regular file inside the folder; the folder is resolved, nothing is opened."""
+    try:
+        real = (folder / name).resolve(strict=True)
+        mode = real.stat().st_mode
+    except FileNotFoundError:
+        return "missing"
+    except _UNREADABLE as error:
+        return f"cannot be read: {_cause(error)}"
+    if not real.is_relative_to(folder):
+        return "expected a file inside the folder, found a link that leaves it"
+    return "" if stat.S_ISREG(mode) else "expected a regular file, found something else"
+
+
+def _wrong_file(folder: Path, name: str, record: FileRecord, check_hash: bool) -> str:
+    reason = _not_a_file(folder, name)
+    if reason:
+        return reason
+    path = folder / name
+    try:
+        size = path.stat().st_size
+        if size != record.size:
+            return f"expected {record.size} bytes, found {size}"
+        found = _sha256(path) if check_hash else record.sha256
+    except OSError as error:
+        return f"cannot be read: {_cause(error)}"
+    return "" if found == record.sha256 else f"expected sha256 {shown(record.sha256)}, found {found}"
