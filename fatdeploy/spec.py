@@ -50,6 +50,12 @@ def recurrent_specs(
     )
 
 
+def memory_specs(layer: int, heads: int, head_width: int, dtype: str = "float32") -> tuple[TensorSpec, TensorSpec]:
+    """Return the cross keys and values of one decoder layer: the encoder's outputs, the decoder's inputs."""
+    shape: tuple[int | Axis, ...] = ("batch", heads, "source", head_width)
+    return TensorSpec(f"memory.keys.{layer}", dtype, shape), TensorSpec(f"memory.values.{layer}", dtype, shape)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """What a decode loop and an application must know of a model."""
@@ -66,7 +72,71 @@ class ModelSpec:
     target_order: Literal["left_to_right", "right_to_left"] = "left_to_right"
     source: TensorSpec = TensorSpec("source", "int64", ("batch", "source"))
     source_mask: TensorSpec = TensorSpec("source_mask", "bool", ("batch", "source"))
+    memory: tuple[TensorSpec, ...] = ()
     state: tuple[StateSpec, ...] = ()
+    reads_source: bool = False  # the decoder compares its tokens with the source's ids
+    top_k: int = 16
+
+    @property
+    def tokens(self) -> TensorSpec:
+        """The decoder's input tokens."""
+        return TensorSpec("tokens", "int64", ("rows", "step"))
+
+    @property
+    def position(self) -> TensorSpec:
+        """How many positions were fed before, one number for all rows."""
+        return TensorSpec("position", "int64", ())
+
+    @property
+    def want(self) -> TensorSpec:
+        """What to compute beyond the hidden state; only graphs with branches have it."""
+        return TensorSpec("want", "int64", ())
+
+    @property
+    def past(self) -> tuple[TensorSpec, ...]:
+        """The state as the decoder's inputs."""
+        return tuple(TensorSpec(f"past.{one.name}", one.dtype, one.shape) for one in self.state)
+
+    @property
+    def present(self) -> tuple[TensorSpec, ...]:
+        """The state as the decoder's outputs."""
+        return tuple(TensorSpec(f"present.{one.name}", one.dtype, one.shape) for one in self.state)
+
+    @property
+    def length_log_probs(self) -> tuple[TensorSpec, ...]:
+        """What the length head says, where there is one."""
+        has_head = self.decoding == "parallel" and self.length == "head"
+        return (TensorSpec("length_log_probs", "float32", ("batch", self.max_target)),) if has_head else ()
+
+    @property
+    def results(self) -> tuple[TensorSpec, TensorSpec, TensorSpec, TensorSpec]:
+        """Hidden state, logits, and the best tokens' log-probabilities and ids."""
+        best: tuple[int | Axis, ...] = ("rows", "step", min(self.top_k, self.vocab_size))
+        return (
+            TensorSpec("hidden", "float32", ("rows", "step", self.width)),
+            TensorSpec("logits", "float32", ("rows", "step", self.vocab_size)),
+            TensorSpec("top_log_probs", "float32", best),
+            TensorSpec("top_ids", "int64", best),
+        )
+
+    def encoder_inputs(self) -> tuple[TensorSpec, ...]:
+        """Return the inputs of the encoder graph, in order."""
+        return self.source, self.source_mask
+
+    def encoder_outputs(self) -> tuple[TensorSpec, ...]:
+        """Return the outputs of the encoder graph, in order."""
+        return (*self.memory, *self.length_log_probs)
+
+    def decoder_inputs(self, *, branches: bool) -> tuple[TensorSpec, ...]:
+        """Return the inputs of the decoder graph, in order; ``branches`` tells whether it computes only what is wanted."""
+        step = (self.position,) if self.decoding == "autoregressive" else ()
+        asked = (self.want,) if branches else ()
+        ids = (self.source,) if self.reads_source else ()
+        return (self.tokens, *step, *asked, *ids, self.source_mask, *self.memory, *self.past)
+
+    def decoder_outputs(self) -> tuple[TensorSpec, ...]:
+        """Return the outputs of the decoder graph, in order."""
+        return (*self.results, *self.present)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON values, defaults included: a later change of a default changes no bundle."""

@@ -196,7 +196,7 @@ class DecoderLayer(nn.Module):
 
         def blank() -> Outputs:
             batch, source = memory.valid.shape
-            weights = h.new_zeros(batch, self.cross.heads, len(h) // batch, h.shape[1], source)
+            weights = h.new_zeros(batch, self.cross.heads, h.shape[0] // batch, h.shape[1], source)
             return (torch.zeros_like(h), weights) if weigh else (torch.zeros_like(h),)
 
         outputs = act() if gate is None else seams().unless(~gate.any(), act, blank)
@@ -260,7 +260,7 @@ class Decoder(nn.Module):
             x = layer.ffn(x)
             following.append(layer_state)
         hidden = x if self.norm is None else self.norm(x)
-        return hidden, wanted, DecoderState(state.position + len(call.at), following)
+        return hidden, wanted, DecoderState(state.position + call.at.shape[0], following)
 
     def stack(self) -> list[DecoderLayer]:
         """Return the layers with their type."""

@@ -116,7 +116,7 @@ class CompressedAttention(SoftmaxAttention):
     def forward(self, h: Tensor, source: Source) -> Tensor:
         q, k, v = self.qkv(h).chunk(3, -1)
         k, v = (self._compressed(part, source.valid, conv) for part, conv in self._pairs(k, v))
-        valid = nn.functional.pad(source.valid, (0, self._missing(h))).view(len(h), -1, self.ratio).any(-1)
+        valid = nn.functional.pad(source.valid, (0, self._missing(h))).view(h.shape[0], -1, self.ratio).any(-1)
         q, k, v = (split_heads(part, self.heads) for part in (q, k, v))
         weights = masked_softmax(self.scores(q, k), valid[:, None, None, :])
         mixed: Tensor = self.out(merge_heads(self.dropout(weights) @ v))

@@ -13,7 +13,7 @@ from fatdeploy.export.reference.encoder import Encoder
 from fatdeploy.export.reference.layers import activated
 from fatdeploy.export.reference.positions import Positions
 from fatdeploy.export.reference.seams import seams
-from fatdeploy.spec import ModelSpec, StateSpec, cache_specs, recurrent_specs
+from fatdeploy.spec import ModelSpec, StateSpec, TensorSpec, cache_specs, memory_specs, recurrent_specs
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,9 @@ class Decoded:
 def spec_from_config(config: ModelConfig) -> ModelSpec:
     """Return the contract of a model with this configuration."""
     state: list[StateSpec] = []
+    memory: list[TensorSpec] = []
     for layer in range(config.decoder_layers):
+        memory += memory_specs(layer, config.heads, config.head_width)
         if config.decoder_attention == "linear":
             state += recurrent_specs(layer, config.heads, config.feature_width, config.head_width)
         elif not config.parallel:
@@ -44,7 +46,9 @@ def spec_from_config(config: ModelConfig) -> ModelSpec:
         decoding=config.decoding,
         length=config.length,
         target_order=config.target_order,
+        memory=tuple(memory),
         state=tuple(state),
+        reads_source=config.hybrid or config.copy,
     )
 
 

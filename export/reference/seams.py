@@ -6,7 +6,6 @@ traces, so that every graph comes from the same model code and nothing is patter
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 from torch import Tensor, nn
 
@@ -66,19 +65,21 @@ class Seams:
         return probability.scatter_add(-1, ids[:, None, :].expand_as(weights), weights)
 
 
-_current: ContextVar[Seams] = ContextVar("seams", default=Seams())  # noqa: B039 - it has no state
+# Not a ContextVar: torch traces the branches of a condition in a way that cannot read one.
+_current = Seams()
 
 
 def seams() -> Seams:
     """Return the seams in force."""
-    return _current.get()
+    return _current
 
 
 @contextmanager
 def speaking(dialect: Seams) -> Iterator[None]:
-    """Put a dialect in the place of PyTorch's own seams while a graph is traced."""
-    token = _current.set(dialect)
+    """Put a dialect in the place of PyTorch's own seams, for the whole process, while a graph is traced."""
+    global _current  # noqa: PLW0603
+    before, _current = _current, dialect
     try:
         yield
     finally:
-        _current.reset(token)
+        _current = before

@@ -1,0 +1,149 @@
+"""The two dialects of one graph: what the reference's seams become for onnxruntime, and for every other ONNX tool."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fatdeploy.export.reference.attention import LayerState, Scores, Visible, merge_heads, split_heads
+from fatdeploy.export.reference.seams import Outputs, Position, Seams
+
+# Without this the branches of a condition, which torch traces another way, may not hold such an op.
+symbolic = torch._dynamo.dont_skip_tracing(torch.onnx.ops.symbolic)
+
+OPSET = 24
+# Added to scores of hidden keys: far below any score, and finite, because an infinite one minus itself is NaN.
+HIDDEN = -1e30
+
+
+def emitted(op: str, inputs: tuple[Tensor | None, ...], dtype: torch.dtype, shape: Any, **attributes: Any) -> Tensor:
+    """Return the output of one ONNX op, written into the graph as it stands."""
+    return symbolic(op, inputs, attributes, dtype=dtype, shape=shape, version=OPSET)
+
+
+def number(value: int) -> Tensor:
+    """Return a tensor with one axis and one whole number; ``torch.tensor`` may not stand in a branch."""
+    return torch.full((1,), value, dtype=torch.int64)
+
+
+def shape_of(x: Tensor, start: int, end: int) -> Tensor:
+    """Return some axes' sizes as a tensor."""
+    return emitted("Shape", (x,), torch.int64, (end - start,), start=start, end=end)
+
+
+class GraphSeams(Seams):
+    """What both dialects say alike: caches of full capacity, shapes that come from tensors and need no proof."""
+
+    def n_keys(self, position: Position, steps: int, capacity: int) -> int:  # noqa: ARG002
+        return capacity
+
+    def attend_cached(
+        self, qkv: Tensor, scores: Scores, visible: Visible, state: LayerState, position: Position
+    ) -> tuple[Tensor, LayerState]:
+        q, k, v = (split_heads(part, scores.heads) for part in qkv.chunk(3, -1))
+        keys, values = (_written(cache, new, position) for cache, new in zip(state, (k, v), strict=True))
+        # Positions that are not written yet are hidden like all of the future.
+        return merge_heads(visible.weights(scores(q, keys)) @ values), (keys, values)
+
+    def by_source(self, x: Tensor, batch: Tensor) -> Tensor:
+        front, back = shape_of(batch, 0, 1), shape_of(x, 1, x.ndim)
+        shape = (batch.shape[0], x.shape[0] // batch.shape[0], *x.shape[1:])
+        return emitted("Reshape", (x, torch.cat([front, number(-1), back])), x.dtype, shape)
+
+    def by_row(self, x: Tensor, like: Tensor) -> Tensor:
+        return emitted("Reshape", (x, shape_of(like, 0, like.ndim)), x.dtype, like.shape)
+
+
+class OrtSeams(GraphSeams):
+    """onnxruntime: one contributed op an attention, caches in place, and no branch is computed that is not taken."""
+
+    def attend(self, qkv: Tensor, scores: Scores, visible: Visible, dropout: nn.Dropout) -> Tensor:
+        if scores.vectors is not None:
+            return super().attend(qkv, scores, visible, dropout)
+        q, k, v = qkv.chunk(3, -1)
+        return _multi_head((q, k, v, None, None, _bias(visible, q)), scores, q.shape)
+
+    def attend_cached(
+        self, qkv: Tensor, scores: Scores, visible: Visible, state: LayerState, position: Position
+    ) -> tuple[Tensor, LayerState]:
+        if scores.vectors is not None or not isinstance(position, Tensor):
+            return super().attend_cached(qkv, scores, visible, state, position)
+        q, k, v = qkv.chunk(3, -1)
+        bias = None
+        if visible.relative is not None or not visible.causal:
+            # The op wants as many columns as there are keys so far: a length that no shape in the graph has.
+            columns = (position + qkv.shape[1]).reshape(1)
+            bias = _bias(visible, q)
+            bias = emitted("Slice", (bias, number(0), columns, number(3)), bias.dtype, bias.shape)
+        mixed, *caches = torch.onnx.ops.symbolic_multi_out(
+            "com.microsoft::MultiHeadAttention",
+            (q, k, v, None, None, bias, *state, position.reshape(1).to(torch.int32)),
+            {"num_heads": scores.heads, "scale": scores.scale, "unidirectional": 1},
+            dtypes=(q.dtype,) * 3,
+            shapes=(q.shape, *(cache.shape for cache in state)),
+            version=1,
+        )
+        return mixed, tuple(caches)
+
+    def attend_memory(self, q: Tensor, keys: Tensor, values: Tensor, scores: Scores, valid: Tensor) -> Tensor | None:
+        if scores.vectors is not None:
+            return None
+        together = torch.cat([shape_of(valid, 0, 1), number(-1), shape_of(q, 2, 3)])
+        shape = (valid.shape[0], q.shape[0] * q.shape[1] // valid.shape[0], q.shape[2])
+        folded = emitted("Reshape", (q, together), q.dtype, shape)
+        attended = _multi_head((folded, keys, values, None, valid.to(torch.int32)), scores, shape)
+        return self.by_row(attended, q)
+
+    def unless(self, idle: Tensor, act: Callable[[], Outputs], blank: Callable[[], Outputs]) -> Outputs | None:
+        outputs: Outputs = torch.cond(idle, blank, act)
+        return outputs
+
+    def project(self, hidden: Tensor, matrix: Tensor) -> Tensor:
+        # Gemm reads the tied embedding as it is stored; a folded transpose would be a second copy of it.
+        flat = hidden.flatten(0, 1)
+        scores = emitted("Gemm", (flat, matrix), flat.dtype, (flat.shape[0], matrix.shape[0]), transB=1)
+        return scores.view(hidden.shape[0], hidden.shape[1], matrix.shape[0])
+
+
+class StandardSeams(GraphSeams):
+    """Ops that every ONNX tool has: no branch, no shape that depends on a value."""
+
+    def unless(self, idle: Tensor, act: Callable[[], Outputs], blank: Callable[[], Outputs]) -> Outputs | None:  # noqa: ARG002
+        return act()
+
+    def copied(self, probability: Tensor, weights: Tensor, source: Tensor) -> Tensor:
+        # A scatter that adds is refused by TensorRT.
+        places = (source[..., None] == torch.arange(probability.shape[-1])).to(weights.dtype)  # [B, S, V]
+        grouped = self.by_source(weights, source) @ places[:, None]
+        return probability + self.by_row(grouped, probability)
+
+
+def _written(cache: Tensor, new: Tensor, position: Position) -> Tensor:
+    if not isinstance(position, Tensor):
+        raise TypeError("in a graph the position is a tensor")
+    rows = position.reshape(1).expand(new.shape[0])
+    return emitted("TensorScatter", (cache, new, rows), cache.dtype, cache.shape, axis=2)
+
+
+def _bias(visible: Visible, like: Tensor) -> Tensor:
+    """Return what to add to the scores, [B or 1, H or 1, I, J]."""
+    seen = visible.allowed
+    zero = torch.zeros((), dtype=like.dtype)
+    shown = zero if visible.relative is None else visible.relative
+    bias = torch.where(seen, shown, torch.full((), HIDDEN, dtype=like.dtype))
+    return bias.expand(*bias.shape[:2], like.shape[1], bias.shape[3])
+
+
+def _multi_head(inputs: tuple[Tensor | None, ...], scores: Scores, shape: Any) -> Tensor:
+    query = inputs[0]
+    if query is None:
+        raise TypeError("attention needs queries")
+    return symbolic(
+        "com.microsoft::MultiHeadAttention",
+        inputs,
+        {"num_heads": scores.heads, "scale": scores.scale, "mask_filter_value": HIDDEN},
+        dtype=query.dtype,
+        shape=shape,
+        version=1,
+    )
