@@ -64,8 +64,7 @@ def _traced(
         )
     if program is None:
         raise ExportFailed("torch returned no graph")
-    proto = program.model_proto
-    _strip(proto)
+    proto = stripped(program.model_proto)
     _name_axes(proto, inputs, outputs, fixed)
     return proto
 
@@ -76,8 +75,7 @@ def _longest(axis: str, model: ReferenceModel) -> int:
 
 
 def _example(one: TensorSpec, sizes: dict[str, int]) -> Tensor:
-    shape = [axis if isinstance(axis, int) else sizes[axis] for axis in one.shape]
-    return torch.ones(shape, dtype=getattr(torch, one.dtype))
+    return torch.ones(one.sized(sizes), dtype=getattr(torch, one.dtype))
 
 
 @contextmanager
@@ -94,16 +92,19 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _strip(proto: onnx.ModelProto) -> None:
-    """Take out what is not the graph: torch writes paths of this machine and stack traces into every node."""
-    del proto.metadata_props[:], proto.graph.metadata_props[:]
-    for graph in graphs_of(proto.graph):
+def stripped(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model without what is not the graph: torch writes stack traces, with this machine's paths, into nodes."""
+    clean = onnx.ModelProto()
+    clean.CopyFrom(proto)
+    del clean.metadata_props[:]
+    for graph in graphs_of(clean.graph):
         graph.ClearField("doc_string")
         # Shapes inside the graph are torch's beliefs; some of ours are told to it and not true (an empty branch).
         del graph.value_info[:], graph.metadata_props[:]
         for part in (*graph.node, *graph.initializer, *graph.input, *graph.output):
             part.ClearField("doc_string")
             del part.metadata_props[:]
+    return clean
 
 
 def graphs_of(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
@@ -136,7 +137,6 @@ def _named(found: Any, expected: TensorSpec, fixed: dict[str, int], *, is_input:
         if is_input and isinstance(size, str) == dim.HasField("dim_value"):
             reasons.append(f"axis {place} of {expected.name} is {dim.dim_value or dim.dim_param}, expected {size}")
         dim.Clear()
-        dim.dim_param, dim.dim_value = (size, 0) if isinstance(size, str) else ("", size)
         if isinstance(size, str):
             dim.dim_param = size
         else:

@@ -1,5 +1,6 @@
 """The contract between a model and its runtimes: sizes, ids, tensors. The only file that spells a tensor name."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +22,10 @@ class TensorSpec:
     name: str
     dtype: str
     shape: tuple[int | Axis, ...]
+
+    def sized(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape with the named axes' sizes in it."""
+        return tuple(axis if isinstance(axis, int) else sizes[axis] for axis in self.shape)
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ class ModelSpec:
         return (*self.memory, *self.length_log_probs)
 
     def decoder_inputs(self, *, branches: bool) -> tuple[TensorSpec, ...]:
-        """Return the inputs of the decoder graph, in order; ``branches`` tells whether it computes only what is wanted."""
+        """Return the inputs of the decoder graph, in order; with ``branches`` it is told what to compute."""
         step = (self.position,) if self.decoding == "autoregressive" else ()
         asked = (self.want,) if branches else ()
         ids = (self.source,) if self.reads_source else ()

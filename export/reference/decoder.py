@@ -155,7 +155,9 @@ class FastFullyConnected(CrossAttention):
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def weigh(self, queries: Tensor, keys: Tensor, real: Tensor, at: Tensor) -> Tensor:
-        bias = self.position_scores[at, : keys.shape[-2]] + self.head_bias[:, None, None]  # [H, t, S]
+        bias = (
+            self.position_scores.index_select(0, at)[:, : keys.shape[-2]] + self.head_bias[:, None, None]
+        )  # [H, t, S]
         scores = self.scores(queries, keys) + bias[:, None]
         if self.form == "softmax":
             return masked_softmax(scores, real)

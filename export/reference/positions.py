@@ -39,13 +39,13 @@ class Positions(nn.Module):
         """Return x [R, L, M] with what belongs to the positions ``at`` [L] added."""
         if self.table is None:
             return x
-        x = x + self.table[at]
+        x = x + self.table.index_select(0, at)  # a plain gather in a graph, unlike an index in brackets
         return x + self._correlated(self.table, at) if self.reach else x
 
     def _correlated(self, table: Tensor, at: Tensor) -> Tensor:
         before = at[:, None] - torch.arange(1, self.reach + 1, device=at.device)  # [L, W]
         neighbours = table[before.clamp(min=0)] * (before >= 0)[..., None]  # [L, W, M]
-        correlations = (neighbours @ table[at][..., None]).squeeze(-1) / table.shape[1]
+        correlations = (neighbours @ table.index_select(0, at)[..., None]).squeeze(-1) / table.shape[1]
         mixed: Tensor = self.out(self.into(correlations).relu())
         return mixed
 
