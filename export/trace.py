@@ -93,7 +93,7 @@ def _quiet() -> Iterator[None]:
 
 
 def stripped(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model without what is not the graph: torch writes stack traces, with this machine's paths, into nodes."""
+    """Return the model without what is not its graph: torch writes this machine's paths into every node."""
     clean = onnx.ModelProto()
     clean.CopyFrom(proto)
     del clean.metadata_props[:]

@@ -1,0 +1,163 @@
+"""Exported graphs on ONNX Runtime: the tokens of the reference, in place, for every preset and both dialects."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from fatdeploy.bundle import DECODER, ENCODER, WEIGHTS, write_manifest
+from fatdeploy.errors import BundleError, SpecMismatch
+from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.pipeline import write_bundle
+from fatdeploy.export.reference.presets import PRESETS
+from fatdeploy.export.trace import graphs_of
+from fatdeploy.runtimes.decode import DecodeOptions, decode
+from fatdeploy.runtimes.engine import Capacity, Want
+from fatdeploy.runtimes.ort import OrtEngine
+from tests.bundles import bundle_of, model_of
+from tests.choices import AUTOREGRESSIVE
+
+LENGTHS = (1, 2, 7, 31, 256)
+EVERY = [(f"{preset}-tiny", dialect) for preset in PRESETS for dialect in ("ort", "standard")]
+
+
+def sources(vocabulary: int) -> list[list[int]]:
+    draw = np.random.default_rng(0)
+    return [draw.integers(3, vocabulary, length).tolist() for length in LENGTHS]
+
+
+@pytest.mark.parametrize(("preset", "dialect"), EVERY)
+def test_every_preset_gives_the_references_tokens_in_a_batch_alone_and_again(preset: str, dialect: str) -> None:
+    engine, reference = OrtEngine(bundle_of(preset, dialect)), EagerEngine(model_of(preset))
+    rows, options = sources(engine.spec.vocab_size), DecodeOptions(max_new_tokens=48)
+    expected = decode(reference, rows, options)
+    assert decode(engine, rows, options) == expected
+    assert [decode(engine, [row], options)[0] for row in rows] == expected
+    assert decode(engine, rows, options) == expected
+    assert len(set(expected)) == len(expected)
+
+
+@pytest.mark.parametrize("preset", AUTOREGRESSIVE)
+def test_a_row_runs_to_max_target(preset: str) -> None:
+    engine, reference = OrtEngine(bundle_of(f"{preset}-tiny")), EagerEngine(model_of(f"{preset}-tiny"))
+    row = [sources(64)[2]]
+    assert decode(engine, row) == decode(reference, row)
+
+
+@pytest.mark.parametrize(("preset", "dialect"), [one for one in EVERY if "nat" not in one[0]])
+def test_logits_hidden_and_best_tokens_stay_within_the_bound_after_growing_and_leaving(
+    preset: str, dialect: str
+) -> None:
+    engines = OrtEngine(bundle_of(preset, dialect)), EagerEngine(model_of(preset))
+    draw = np.random.default_rng(1)
+    source = draw.integers(3, 64, (3, 6))
+    mask = np.arange(6) < np.array([6, 2, 4])[:, None]
+    states = [engine.encode(source, mask, Capacity(2, 20)) for engine in engines]
+    calls = [
+        (3, Want.LOGITS, None),
+        (1, Want.TOPK, [0, 0, 1, 1, 2, 2]),
+        (1, Want.LOGITS, [3, 2, 4, 5]),
+        (2, Want.HIDDEN, None),
+    ]
+    for steps, want, rows in calls:
+        if rows is not None:
+            for engine, state in zip(engines, states, strict=True):
+                engine.reorder(state, np.array(rows))
+        tokens = draw.integers(3, 64, (states[0].rows, steps))
+        found, expected = (engine.step(tokens, state, want) for engine, state in zip(engines, states, strict=True))
+        for name in ("hidden", "logits", "top_log_probs", "top_ids"):
+            one, other = getattr(found, name), getattr(expected, name)
+            assert (one is None) == (other is None)
+            if other is not None:
+                bound = 1e-5 * max(1.0, float(np.abs(other).max()))
+                np.testing.assert_allclose(one, other, rtol=0, atol=bound, err_msg=name)
+
+
+@pytest.mark.parametrize("preset", AUTOREGRESSIVE)
+def test_state_stays_in_the_same_buffers_while_decoding(preset: str) -> None:
+    engine = OrtEngine(bundle_of(f"{preset}-tiny"))
+    state = engine.encode(np.array([[5, 6, 7]]), np.ones((1, 3), bool), Capacity(1, 64))
+    places = [array.ctypes.data for buffers in state.buffers for array in buffers]
+    for _ in range(20):
+        engine.step(np.array([[9]]), state, Want.LOGITS)
+    assert [array.ctypes.data for buffers in state.buffers for array in buffers] == places
+    assert all(array.any() for array in state.buffers[0])
+    assert len(state.bound) == 1
+
+
+def test_what_is_not_wanted_is_not_there() -> None:
+    engine = OrtEngine(bundle_of("transformer-tiny"))
+    state = engine.encode(np.array([[5, 6, 7]]), np.ones((1, 3), bool), Capacity(1, 8))
+    out = engine.step(np.array([[1]]), state, Want.HIDDEN)
+    assert out.logits is None
+    assert out.top_ids is None
+    assert out.hidden.shape == (1, 1, 32)
+
+
+def test_the_tied_embedding_is_stored_once() -> None:
+    bundle, model = bundle_of("transformer-tiny"), model_of("transformer-tiny")
+    parameters = sum(parameter.numel() for parameter in model.parameters()) * 4
+    positions = 256 * 32 * 4  # one sinusoidal table for both stacks
+    assert bundle.file(WEIGHTS).stat().st_size <= parameters + positions + 64 * 100
+
+
+@pytest.mark.parametrize(("preset", "dialect"), EVERY)
+def test_graphs_carry_no_names_of_this_machine_and_no_weights(preset: str, dialect: str) -> None:
+    bundle = bundle_of(preset, dialect)
+    for name in (ENCODER, DECODER):
+        content = bundle.file(name).read_bytes()
+        assert b".py" not in content
+        assert str(Path(__file__).parent.parent).encode() not in content
+        graph = onnx.load(bundle.file(name), load_external_data=False).graph
+        inside = [
+            numpy_helper.to_array(one).nbytes
+            for part in graphs_of(graph)
+            for one in part.initializer
+            if not one.external_data
+        ]
+        assert max(inside, default=0) < 1024
+
+
+def test_attention_is_one_op_and_a_branch_is_not_computed() -> None:
+    histogram = bundle_of("transformer-tiny").manifest.histograms[DECODER]["simplified"]
+    assert histogram["MultiHeadAttention"] == 4
+    assert histogram["If"] == 2
+    assert histogram["Gemm"] == 1
+    assert "Transpose" not in histogram
+    assert bundle_of("fat-tiny").manifest.histograms[DECODER]["simplified"]["If"] == 4
+    assert "If" not in bundle_of("fat-tiny", "standard").manifest.histograms[DECODER]["simplified"]
+
+
+def test_the_same_model_gives_the_same_bundle_byte_for_byte(tmp_path: Path) -> None:
+    first = bundle_of("transformer-tiny")
+    again = write_bundle(model_of("transformer-tiny"), tmp_path / "again", name="transformer-tiny")
+    for name in first.manifest.files:
+        assert first.file(name).read_bytes() == again.file(name).read_bytes()
+    assert first.digest == again.digest
+
+
+def test_swapped_graphs_are_refused(tmp_path: Path) -> None:
+    bundle = bundle_of("transformer-tiny")
+    shutil.copytree(bundle.path, tmp_path / "swapped")
+    (tmp_path / "swapped" / ENCODER).write_bytes(bundle.file(DECODER).read_bytes())
+    swapped = write_manifest(tmp_path / "swapped", bundle.manifest)
+    with pytest.raises(BundleError, match=r"encoder\.onnx does not fit the bundle's contract: inputs must be"):
+        OrtEngine(swapped)
+
+
+def test_bad_input_is_refused_before_anything_runs() -> None:
+    engine = OrtEngine(bundle_of("fat-tiny"))
+    with pytest.raises(SpecMismatch, match="source ids must lie in"):
+        engine.encode(np.array([[99]]), np.ones((1, 1), bool), Capacity(1, 4))
+    state = engine.encode(np.array([[5], [6]]), np.ones((2, 1), bool), Capacity(1, 4))
+    with pytest.raises(SpecMismatch, match="past max_target = 4"):
+        engine.step(np.ones((2, 5), np.int64), state, Want.LOGITS)
+    with pytest.raises(SpecMismatch, match="3 rows of tokens, the state has 2"):
+        engine.step(np.ones((3, 1), np.int64), state, Want.LOGITS)
+    with pytest.raises(SpecMismatch, match="no length head"):
+        engine.length_log_probs(state)
+    with pytest.raises(SpecMismatch, match="the state has rows 0…1"):
+        engine.reorder(state, np.array([2]))
