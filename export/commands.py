@@ -2,10 +2,13 @@
 
 import importlib.util
 import json
+from pathlib import Path
 
 import click
 
-from fatdeploy.errors import BackendUnavailable
+from fatdeploy.bundle import PARITY
+from fatdeploy.errors import BackendUnavailable, ConfigError
+from fatdeploy.runtimes.commands import parity_line
 from fatdeploy.tables import aligned
 
 
@@ -74,3 +77,50 @@ def demo(preset: str, sources: int, max_new_tokens: int, seed: int, as_json: boo
         f"{preset} (PyTorch reference, random weights): {shown.steps} steps of {sources} rows in "
         f"{shown.seconds * 1e3:.0f} ms, {shown.steps_per_second:.0f} steps/s"
     )
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  fatdeploy export fat-small --out fat-small.bundle
+  fatdeploy export my-checkpoint --out my-model --force
+  fatdeploy export transformer-base --out graphs --target onnx
+"""
+)
+@click.argument("source")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="The bundle's folder.")
+@click.option(
+    "--target",
+    default="ort-cpu",
+    show_default=True,
+    type=click.Choice(["ort-cpu", "onnx"]),
+    help="onnxruntime on the CPU, or graphs of standard ops for any ONNX tool.",
+)
+@click.option("--force", is_flag=True, help="Replace a bundle that is there.")
+def export(source: str, out: Path, target: str, force: bool) -> None:
+    """Turn a model into a bundle and prove it right.
+
+    SOURCE is a checkpoint's folder or a preset (see: fatdeploy presets). The graphs must give the reference's tokens on
+    probes whose every step the reference decides by ten times the noise of fp32; otherwise nothing is written.
+    """
+    need_export_packages()
+    from fatdeploy.export.pipeline import write_bundle
+    from fatdeploy.export.reference.checkpoint import load_checkpoint
+    from fatdeploy.export.reference.presets import preset_names
+    from fatdeploy.export.reference.weights import model_from_preset
+
+    if source not in preset_names() and not Path(source).is_dir():
+        raise ConfigError(
+            f"{source} is neither a preset nor a checkpoint's folder. Presets: {', '.join(preset_names())}"
+        )
+    model = model_from_preset(source) if source in preset_names() else load_checkpoint(source)
+    bundle = write_bundle(
+        model,
+        out,
+        name=Path(source).name,
+        dialect="ort" if target == "ort-cpu" else "standard",
+        force=force,
+        stage=lambda name: click.echo(f"{name} …", err=True),
+    )
+    parity = json.loads(bundle.file(PARITY).read_text())["parity"]
+    click.echo(f"{out}: {bundle.total_bytes / 1e6:.1f} MB; {parity_line(parity)}")

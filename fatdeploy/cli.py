@@ -15,7 +15,9 @@ from fatdeploy.errors import FatdeployError
 COMMANDS = {
     "demo": "fatdeploy.export.commands",
     "doctor": "fatdeploy.runtimes.commands",
+    "export": "fatdeploy.export.commands",
     "presets": "fatdeploy.export.commands",
+    "verify": "fatdeploy.runtimes.commands",
 }
 
 log = logging.getLogger("fatdeploy")

@@ -1,13 +1,18 @@
 """Commands that need no torch, and how their results are shown."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import click
 
+from fatdeploy.bundle import PROBES, read_bundle
 from fatdeploy.machine import Machine
 from fatdeploy.runtimes.cuda_devices import Cuda
 from fatdeploy.runtimes.doctor import Part, Problem, Report, State, examine
+from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.runtimes.verify import read_probes, verified
 from fatdeploy.tables import aligned
 
 
@@ -28,6 +33,37 @@ def doctor(context: click.Context, as_json: bool) -> None:
     report = examine()
     click.echo(json.dumps(report.as_dict(), indent=2) if as_json else "\n".join(report_lines(report)))
     context.exit(0 if report.healthy else 1)
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  fatdeploy verify my-model
+  fatdeploy verify my-model --threads 1 --json
+"""
+)
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option(
+    "--threads", type=click.IntRange(1), help="Threads of onnxruntime; as many as there are cores unless said."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def verify(bundle: Path, threads: int | None, as_json: bool) -> None:
+    """Check on this machine that a bundle gives the reference's tokens.
+
+    Runs the probes that came with the bundle; needs no torch. The exit code is 1 if anything differs.
+    """
+    found = read_bundle(bundle)
+    parity = verified(OrtEngine(found, threads=threads), read_probes(found.file(PROBES))).as_dict()
+    click.echo(json.dumps(parity) if as_json else f"{bundle}: {parity_line(parity)}")
+
+
+def parity_line(parity: Mapping[str, Any]) -> str:
+    """Return a comparison's result in one line."""
+    return (
+        f"{parity['tokens']} tokens of {parity['rows']} rows are the reference's; chosen logits within "
+        f"{parity['largest_difference']:.1e} (bound {parity['bound']:.1e}), "
+        f"smallest margin {parity['smallest_margin']:.1e}"
+    )
 
 
 def report_lines(report: Report) -> Iterator[str]:

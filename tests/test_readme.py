@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from fatdeploy.cli import COMMANDS
+from fatdeploy.export.eager import EagerEngine
+from fatdeploy.runtimes.decode import DecodeOptions, decode
+from tests.bundles import bundle_of, model_of
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -38,6 +41,13 @@ def test_the_decoding_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert all(re.fullmatch(r"\((\d+, ){11}\d+\) length", line) for line in lines)
+
+
+def test_the_device_example_gives_the_references_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    [example] = [example for example in EXAMPLES if "OrtEngine" in example]
+    exec(compile(example.replace("fat.bundle", str(bundle_of("fat-tiny").path)), "README.md", "exec"), {})
+    expected = decode(EagerEngine(model_of("fat-tiny")), [[17, 42, 9], [7, 8]], DecodeOptions(max_new_tokens=12))
+    assert capsys.readouterr().out == f"{expected}\n"
 
 
 def test_nothing_in_the_repository_names_this_machine() -> None:
