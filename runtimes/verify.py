@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,7 +61,7 @@ def read_probes(path: Path) -> list[Probe]:
         with np.load(path, allow_pickle=False) as file:
             count = 1 + max(int(name.partition(".")[0]) for name in file.files)
             return [_probe(file, index) for index in range(count)]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
         raise BundleError(f"cannot read {path}: {error}; export the bundle again") from error
 
 
