@@ -58,7 +58,8 @@ def write_probes(path: Path, probes: Sequence[Probe]) -> None:
 def read_probes(path: Path) -> list[Probe]:
     """Return the probes of a bundle."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # Opened here, because numpy leaves a file that is no archive open.
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             count = 1 + max(int(name.partition(".")[0]) for name in file.files)
             return [_probe(file, index) for index in range(count)]
     except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
