@@ -7,12 +7,9 @@ from typing import Any
 
 import click
 
-from fatdeploy.bundle import PROBES, read_bundle
 from fatdeploy.machine import Machine
 from fatdeploy.runtimes.cuda_devices import Cuda
 from fatdeploy.runtimes.doctor import Part, Problem, Report, State, examine
-from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.verify import read_probes, verified
 from fatdeploy.tables import aligned
 
 
@@ -52,6 +49,11 @@ def verify(bundle: Path, threads: int | None, as_json: bool) -> None:
 
     Runs the probes that came with the bundle; needs no torch. The exit code is 1 if anything differs.
     """
+    # Imported here: the doctor, beside it, must run where even numpy is broken.
+    from fatdeploy.bundle import PROBES, read_bundle
+    from fatdeploy.runtimes.ort import OrtEngine
+    from fatdeploy.runtimes.verify import read_probes, verified
+
     found = read_bundle(bundle)
     parity = verified(OrtEngine(found, threads=threads), read_probes(found.file(PROBES))).as_dict()
     click.echo(json.dumps(parity) if as_json else f"{bundle}: {parity_line(parity)}")

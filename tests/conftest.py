@@ -1,6 +1,25 @@
-"""Settings for all tests: a search that is the same on every run."""
+"""Settings for all tests: a search that is the same on every run, and a folder for bundles that all processes share."""
 
+import os
+import shutil
+import tempfile
+
+import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.bundles import SHARED
 
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ci")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the shared folder once, before test processes are started: they inherit its name."""
+    if not hasattr(config, "workerinput"):
+        os.environ[SHARED] = tempfile.mkdtemp(prefix="fatdeploy-bundles-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the shared folder when the last test is over."""
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ.pop(SHARED), ignore_errors=True)
