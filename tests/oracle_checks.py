@@ -81,7 +81,7 @@ def recorded(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def compare(model: ReferenceModel) -> list[tuple[Trace, Trace]]:
+def check_whole(model: ReferenceModel) -> list[tuple[Trace, Trace]]:
     """Compare every intermediate result and the scores of a padded batch with the oracle's, row by row."""
     source, mask, target = batch_of(model.config)
     attended = recorded(layer.attention for layer in model.encoder.layers)
@@ -107,7 +107,7 @@ def compare(model: ReferenceModel) -> list[tuple[Trace, Trace]]:
 
 
 @torch.no_grad()
-def compare_steps(model: ReferenceModel) -> None:
+def check_steps(model: ReferenceModel) -> None:
     """Compare the scores of a target given in calls of different lengths with the oracle's."""
     source, mask, target = batch_of(model.config)
     memory = model.encode(source, mask)

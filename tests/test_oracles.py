@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fatdeploy.export.reference.config import ModelConfig
-from tests.oracle_checks import batch_of, compare, compare_steps, double_model
+from tests.oracle_checks import batch_of, check_steps, check_whole, double_model
 
 MIX = ("strided", "local", "global_tokens")
 DIRECTIONS = ("both", "left_to_right", "right_to_left")
@@ -39,36 +39,36 @@ RELATIVES = ("table", "angle")
 @pytest.mark.parametrize(("direction", "norm"), [*((name, "pre") for name in DIRECTIONS), ("both", "post")])
 @pytest.mark.parametrize("changes", ENCODERS.values(), ids=ENCODERS)
 def test_encoder_attention_in_every_direction(changes: dict[str, Any], direction: str, norm: str) -> None:
-    compare(double_model(norm=norm, encoder_direction=direction, decoder_layers=1, **changes))
+    check_whole(double_model(norm=norm, encoder_direction=direction, decoder_layers=1, **changes))
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
 @pytest.mark.parametrize("changes", WITHOUT_DIRECTION.values(), ids=WITHOUT_DIRECTION)
 def test_encoder_attention_that_mixes_all_positions(changes: dict[str, Any], norm: str) -> None:
-    compare(double_model(norm=norm, decoder_layers=1, **changes))
+    check_whole(double_model(norm=norm, decoder_layers=1, **changes))
 
 
 @pytest.mark.parametrize("relative", RELATIVES)
 @pytest.mark.parametrize("changes", list(ENCODERS.values())[:8], ids=list(ENCODERS)[:8])
 def test_encoder_attention_with_relative_scores(changes: dict[str, Any], relative: str) -> None:
-    compare(double_model(relative=relative, decoder_layers=1, **changes))
-    compare(double_model(relative=relative, decoder_layers=1, encoder_direction="right_to_left", **changes))
+    check_whole(double_model(relative=relative, decoder_layers=1, **changes))
+    check_whole(double_model(relative=relative, decoder_layers=1, encoder_direction="right_to_left", **changes))
 
 
 @pytest.mark.parametrize("kind", ["scaled_dot", "dot", "additive", "local"])
 @pytest.mark.parametrize("relative", ["none", *RELATIVES])
 def test_decoder_attention_with_caches(kind: str, relative: str) -> None:
     model = double_model("fat-tiny", decoder_attention=kind, relative=relative)
-    compare(model)
-    compare_steps(model)
+    check_whole(model)
+    check_steps(model)
 
 
 @pytest.mark.parametrize("features", ["elu", "random", "performer"])
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_decoder_attention_is_its_recurrence(features: str, norm: str) -> None:
     model = double_model("fat-tiny", features=features, norm=norm)
-    compare(model)
-    compare_steps(model)
+    check_whole(model)
+    check_steps(model)
 
 
 @pytest.mark.parametrize("where", ["encoder", "decoder"])
@@ -84,7 +84,7 @@ def test_the_smallest_denominator_of_random_features(where: str, monkeypatch: py
     for name, buffer in model.named_buffers():
         if name.endswith("projection"):
             buffer *= 4  # turns that are large enough to give negative kernels
-    compare(model)
+    check_whole(model)
     assert min(denominators) < 1e-3 < max(denominators)
 
 
@@ -101,7 +101,7 @@ def test_rows_of_a_performer_are_orthogonal_within_a_width() -> None:
 @pytest.mark.parametrize("wiring", ["last", "matched"])
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_cross_attention(kind: str, wiring: str, norm: str) -> None:
-    compare(double_model(cross_attention=kind, cross_wiring=wiring, norm=norm))
+    check_whole(double_model(cross_attention=kind, cross_wiring=wiring, norm=norm))
 
 
 @pytest.mark.parametrize("form", ["tanh", "tanh_bounded", "softmax"])
@@ -109,8 +109,8 @@ def test_cross_attention(kind: str, wiring: str, norm: str) -> None:
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_fast_fully_connected_softmax(form: str, wiring: str, norm: str) -> None:
     model = double_model(cross_attention="fast_fc", fc_softmax=form, cross_wiring=wiring, norm=norm)
-    compare(model)
-    compare_steps(model)
+    check_whole(model)
+    check_steps(model)
 
 
 @torch.no_grad()

@@ -11,9 +11,9 @@ from fatdeploy.export.reference.presets import config_from_preset
 from tests.oracle_checks import (
     SOURCE_LENGTHS,
     batch_of,
+    check_steps,
+    check_whole,
     close,
-    compare,
-    compare_steps,
     double_model,
     oracle_traces,
     recorded,
@@ -37,13 +37,13 @@ def test_sinusoidal_positions(length: int, width: int) -> None:
 @pytest.mark.parametrize("reach", [1, 8, 30])
 def test_the_positional_mlp(positions: str, reach: int) -> None:
     model = double_model("fast-tiny", positions=positions, positional_mlp=reach)
-    compare(model)
-    compare_steps(model)
+    check_whole(model)
+    check_steps(model)
 
 
 @pytest.mark.parametrize("positions", ["learned", "none"])
 def test_positions_without_the_positional_mlp(positions: str) -> None:
-    compare(double_model(positions=positions))
+    check_whole(double_model(positions=positions))
 
 
 SHAPES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
@@ -83,10 +83,10 @@ COPIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("changes", COPIES.values(), ids=COPIES)
 def test_the_copy_mechanism(changes: dict[str, Any]) -> None:
     model = double_model(copy=True, **changes)
-    for _, above in compare(model):
+    for _, above in check_whole(model):
         sums = [np.exp(scores).sum() for scores in above.scores]
         np.testing.assert_allclose(sums, 1, atol=1e-7)
-    compare_steps(model)
+    check_steps(model)
 
 
 OUTPUTS: dict[str, dict[str, Any]] = {
@@ -104,7 +104,7 @@ def test_heads_and_embeddings(changes: dict[str, Any]) -> None:
     model = double_model(**changes)
     matrices = {model.source_embedding.weight, model.target_embedding.weight, model.output.weight}
     assert len(matrices) == (1 if model.config.tie_embeddings else 3)
-    compare(model)
+    check_whole(model)
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
@@ -112,7 +112,7 @@ def test_heads_and_embeddings(changes: dict[str, Any]) -> None:
 @torch.no_grad()
 def test_a_parallel_decoder_and_its_length_head(norm: str, changes: dict[str, Any]) -> None:
     model = double_model("transformer-nat-tiny", norm=norm, **changes)
-    traces = compare(model)
+    traces = check_whole(model)
     source, mask, _ = batch_of(model.config)
     oracle, logits = Oracle(model, model.config), model.encode(source, mask).length_logits
     assert logits is not None
@@ -136,8 +136,8 @@ def test_the_hybrid_gate_reads_which_tokens_are_kept(norm: str) -> None:
     # The last column's token: real in the first row, padding in the others, where only keep may open the gate.
     assert [gate[12] for gate in gates] == [True, *(int(source[row, -1]) % 3 == 0 for row in (1, 2))]
     assert not all(gate[12] for gate in gates)
-    compare(model)
-    compare_steps(model)
+    check_whole(model)
+    check_steps(model)
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
@@ -174,11 +174,11 @@ def test_rows_of_one_source_have_its_memory_and_their_own_targets() -> None:
 @pytest.mark.parametrize("wiring", ["last", "matched"])
 def test_whole_presets_in_one_call_and_in_steps(preset: str, wiring: str) -> None:
     model = double_model(f"{preset}-tiny", cross_wiring=wiring)
-    compare(model)
-    compare_steps(model)
+    check_whole(model)
+    check_steps(model)
 
 
 @pytest.mark.parametrize("preset", ["fat", "fast", "at", "transformer"])
 def test_whole_presets_in_the_other_norm_with_stacks_of_different_depth(preset: str) -> None:
     norm = "pre" if preset == "transformer" else "post"
-    compare(double_model(f"{preset}-tiny", norm=norm, encoder_layers=3, decoder_layers=1))
+    check_whole(double_model(f"{preset}-tiny", norm=norm, encoder_layers=3, decoder_layers=1))
