@@ -54,6 +54,12 @@ class GraphSeams(Seams):
     def by_row(self, x: Tensor, like: Tensor) -> Tensor:
         return emitted("Reshape", (x, shape_of(like, 0, like.ndim)), x.dtype, like.shape)
 
+    def copied(self, probability: Tensor, weights: Tensor, source: Tensor) -> Tensor:
+        # A scatter that adds is refused by TensorRT, and would need the sources repeated a row.
+        places = (source[..., None] == torch.arange(probability.shape[-1])).to(weights.dtype)  # [B, S, V]
+        grouped = self.by_source(weights, source) @ places[:, None]
+        return probability + self.by_row(grouped, probability)
+
 
 class OrtSeams(GraphSeams):
     """onnxruntime: one contributed op an attention, caches in place, and no branch is computed that is not taken."""
@@ -111,12 +117,6 @@ class StandardSeams(GraphSeams):
 
     def unless(self, idle: Tensor, act: Callable[[], Outputs], blank: Callable[[], Outputs]) -> Outputs | None:  # noqa: ARG002
         return act()
-
-    def copied(self, probability: Tensor, weights: Tensor, source: Tensor) -> Tensor:
-        # A scatter that adds is refused by TensorRT.
-        places = (source[..., None] == torch.arange(probability.shape[-1])).to(weights.dtype)  # [B, S, V]
-        grouped = self.by_source(weights, source) @ places[:, None]
-        return probability + self.by_row(grouped, probability)
 
 
 def _written(cache: Tensor, new: Tensor, position: Position) -> Tensor:

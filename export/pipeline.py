@@ -29,7 +29,7 @@ from fatdeploy.export.package import write_graphs
 from fatdeploy.export.reference.checkpoint import stored_tensors
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.simplify import Arrays, op_histogram, simplified
-from fatdeploy.export.trace import traced_decoder, traced_encoder
+from fatdeploy.export.trace import check_expressible, traced_decoder, traced_encoder
 from fatdeploy.folders import replaced_folder
 from fatdeploy.machine import this_machine
 from fatdeploy.runtimes.engine import Want
@@ -57,6 +57,7 @@ def write_bundle(
 
     ``stage`` is told what begins.
     """
+    check_expressible(model, dialect)
     spec = model.spec
     with replaced_folder(folder, force=force) as new:
         stage("tracing the encoder")

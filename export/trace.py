@@ -25,6 +25,15 @@ DIALECTS: dict[Dialect, type[Seams]] = {"ort": OrtSeams, "standard": StandardSea
 EXAMPLE = {"batch": 2, "rows": 6, "source": 5, "step": 4, "capacity": 7}
 
 
+def check_expressible(model: ReferenceModel, dialect: Dialect) -> None:
+    """Raise ExportFailed, before anything is traced, for choices that a dialect has no words for."""
+    if dialect == "ort" and model.config.hybrid and model.config.copy:
+        raise ExportFailed(
+            "the ort dialect cannot skip a cross-attention whose weights the copy mechanism reads (hybrid with copy): "
+            "pass --target onnx, or use a model without one of the two"
+        )
+
+
 def traced_encoder(model: ReferenceModel, dialect: Dialect) -> onnx.ModelProto:
     """Return the encoder graph: source in, cross keys and values out."""
     spec = model.spec
@@ -51,7 +60,7 @@ def _traced(
     dynamic = [
         {i: Dim.AUTO for i, axis in enumerate(one.shape) if axis in EXAMPLE and axis not in fixed} for one in inputs
     ]
-    with torch.no_grad(), speaking(DIALECTS[dialect]()), _quiet():
+    with torch.no_grad(), speaking(DIALECTS[dialect]()), _quiet(), _explained():
         program = torch.onnx.export(
             graph,
             ([_example(one, sizes) for one in inputs],),
@@ -76,6 +85,16 @@ def _longest(axis: str, model: ReferenceModel) -> int:
 
 def _example(one: TensorSpec, sizes: dict[str, int]) -> Tensor:
     return torch.ones(one.sized(sizes), dtype=getattr(torch, one.dtype))
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Turn torch's pages about a graph it could not trace into our error; the pages are its cause."""
+    try:
+        yield
+    except torch.onnx.OnnxExporterError as error:
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        raise ExportFailed(f"torch could not trace the model ({reason}); run with -vv for its report") from error
 
 
 @contextmanager

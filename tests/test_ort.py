@@ -9,16 +9,16 @@ import pytest
 from onnx import numpy_helper
 
 from fatdeploy.bundle import DECODER, ENCODER, WEIGHTS, write_manifest
-from fatdeploy.errors import BundleError, SpecMismatch
+from fatdeploy.errors import BundleError, ExportFailed, SpecMismatch
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.pipeline import write_bundle
 from fatdeploy.export.reference.presets import PRESETS
-from fatdeploy.export.trace import graphs_of
+from fatdeploy.export.trace import graphs_of, traced_encoder
 from fatdeploy.runtimes.decode import DecodeOptions, decode
 from fatdeploy.runtimes.engine import Capacity, Want
 from fatdeploy.runtimes.ort import OrtEngine
 from tests.bundles import bundle_of, model_of
-from tests.choices import AUTOREGRESSIVE
+from tests.choices import AUTOREGRESSIVE, tiny
 
 LENGTHS = (1, 2, 7, 31, 256)
 EVERY = [(f"{preset}-tiny", dialect) for preset in PRESETS for dialect in ("ort", "standard")]
@@ -161,3 +161,27 @@ def test_bad_input_is_refused_before_anything_runs() -> None:
         engine.length_log_probs(state)
     with pytest.raises(SpecMismatch, match="the state has rows 0…1"):
         engine.reorder(state, np.array([2]))
+
+
+@pytest.mark.parametrize("changes", [{"copy": True}, {"decoder_attention": "additive", "relative": "table"}], ids=str)
+def test_the_copy_mechanism_and_additive_attention_are_exported_exactly(changes: dict, tmp_path: Path) -> None:
+    model = tiny({**changes, "encoder_layers": 1, "decoder_layers": 1, "max_source": 40, "max_target": 48})
+    engine = OrtEngine(write_bundle(model, tmp_path / "bundle", name="choice"))
+    rows = [row[:40] for row in sources(64)]
+    assert decode(engine, rows) == decode(EagerEngine(model), rows)
+
+
+def test_what_a_dialect_cannot_say_is_refused_by_name_before_tracing(tmp_path: Path) -> None:
+    model = tiny({"copy": True, "hybrid": True})
+    stages: list[str] = []
+    with pytest.raises(ExportFailed, match=r"hybrid with copy\): pass --target onnx"):
+        write_bundle(model, tmp_path / "bundle", name="choice", stage=stages.append)
+    assert not stages
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_graph_that_torch_cannot_trace_is_one_line_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny({})
+    monkeypatch.setattr(model, "encode", lambda source, mask: len(source.tolist()) and undefined)  # type: ignore[name-defined] # noqa: F821
+    with pytest.raises(ExportFailed, match="torch could not trace the model"):
+        traced_encoder(model, "ort")
