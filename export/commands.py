@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 from pathlib import Path
 
 import click
@@ -17,6 +18,12 @@ def need_export_packages() -> None:
     missing = [name for name in ("torch", "safetensors") if importlib.util.find_spec(name) is None]
     if missing:
         raise BackendUnavailable(f"needs {' and '.join(missing)}, not installed here: pip install 'fatdeploy[export]'")
+
+
+def progress(stage: str) -> None:
+    """Say on standard error what begins, unless --quiet was given."""
+    if logging.getLogger("fatdeploy").isEnabledFor(logging.WARNING):
+        click.echo(f"{stage} …", err=True)
 
 
 @click.command(
@@ -120,7 +127,7 @@ def export(source: str, out: Path, target: str, force: bool) -> None:
         name=Path(source).name,
         dialect="ort" if target == "ort-cpu" else "standard",
         force=force,
-        stage=lambda name: click.echo(f"{name} …", err=True),
+        stage=progress,
     )
     parity = json.loads(bundle.file(PARITY).read_text())["parity"]
     click.echo(f"{out}: {bundle.total_bytes / 1e6:.1f} MB; {parity_line(parity)}")

@@ -3,7 +3,6 @@
 import importlib
 import importlib.metadata
 import importlib.util
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -178,8 +177,6 @@ def check_files(package: Package, version: str | None) -> None:
 
 def onnxruntime_providers() -> str:
     """Import onnxruntime and say which execution providers it lists."""
-    # Otherwise the import writes a device id for telemetry into the user's cache folder.
-    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         listed = importlib.import_module("onnxruntime").get_available_providers()
     except Exception as error:  # a damaged native package raises anything

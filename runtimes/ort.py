@@ -1,7 +1,6 @@
 """ONNX Runtime: caches in place, bound once a sentence; a step changes the tokens and one number."""
 
 import importlib
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +16,7 @@ Array = NDArray[Any]
 
 
 def onnxruntime_module() -> Any:
-    """Import onnxruntime, its telemetry off unless the user has set it otherwise."""
-    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+    """Import onnxruntime, or say what to install."""
     try:
         return importlib.import_module("onnxruntime")
     except ImportError as error:

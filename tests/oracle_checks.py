@@ -66,7 +66,7 @@ def oracle_traces(model: ReferenceModel, source: Tensor, target: Tensor) -> list
     return traces
 
 
-def close(found: Tensor, expected: Iterable[Any], what: str) -> None:
+def check_close(found: Tensor, expected: Iterable[Any], what: str) -> None:
     numbers = np.array(list(expected))
     assert np.isfinite(numbers).all()
     np.testing.assert_allclose(found.numpy(), numbers, rtol=1e-9, atol=1e-10, err_msg=what)
@@ -93,16 +93,16 @@ def check_whole(model: ReferenceModel) -> list[tuple[Trace, Trace]]:
     oracle, traces = Oracle(model, model.config), oracle_traces(model, source, target)
     for row, (n, (below, above)) in enumerate(zip(SOURCE_LENGTHS, traces, strict=True)):
         for layer, expected in enumerate(below.attended):
-            close(attended[layer][row, :n], expected, f"row {row}: encoder attention {layer}")
-        close(encoded[0][-1][row, :n], below.outputs[-1], f"row {row}: encoder")
+            check_close(attended[layer][row, :n], expected, f"row {row}: encoder attention {layer}")
+        check_close(encoded[0][-1][row, :n], below.outputs[-1], f"row {row}: encoder")
         for layer in range(model.config.decoder_layers):
             for found, expected in zip((memory.keys, memory.values), oracle.memory_pairs(below, layer), strict=True):
                 pair = found[layer][row, :, :n].transpose(0, 1).flatten(1)
-                close(pair, expected, f"row {row}: memory of layer {layer}")
+                check_close(pair, expected, f"row {row}: memory of layer {layer}")
             end = len(above.scores)
-            close(self_attended[layer][row, :end], above.attended[layer], f"row {row}: self-attention {layer}")
-            close(crossed[layer][row, :end], above.crossed[layer], f"row {row}: cross-attention {layer}")
-        close(scores[row, : len(above.scores)], above.scores, f"row {row}: scores")
+            check_close(self_attended[layer][row, :end], above.attended[layer], f"row {row}: self-attention {layer}")
+            check_close(crossed[layer][row, :end], above.crossed[layer], f"row {row}: cross-attention {layer}")
+        check_close(scores[row, : len(above.scores)], above.scores, f"row {row}: scores")
     return traces
 
 
@@ -119,4 +119,4 @@ def check_steps(model: ReferenceModel) -> None:
     found = torch.cat(scores, 1)
     assert found.shape[1] == target.shape[1]
     for row, (_, above) in enumerate(oracle_traces(model, source, target)):
-        close(found[row], above.scores, f"row {row}: steps")
+        check_close(found[row], above.scores, f"row {row}: steps")

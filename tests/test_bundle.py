@@ -568,7 +568,7 @@ def test_any_json_at_all_is_an_error_and_never_a_crash(folder: Path, value: Any)
     if isinstance(value, dict):
         value |= {"format": list(FORMAT)}
     (folder / MANIFEST).write_text(json.dumps(value))
-    refusal(folder)
+    assert "refused" in refusal(folder)
 
 
 def test_a_legal_edit_with_its_digest_survives(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Folders are dependency sets: device-side code runs where torch and its like cannot be imported."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,24 @@ def test_importing_the_folders_by_their_own_names_is_banned() -> None:
         check=False,
     )
     assert run.stdout.count("TID251") == 2
+
+
+def test_onnxruntimes_telemetry_is_off_before_anything_of_export_imports_it() -> None:
+    code = """
+import os, sys
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "onnxruntime":
+            print(os.environ.get("ORT_DISABLE_TELEMETRY"))
+sys.meta_path.insert(0, Watch())
+import fatdeploy.export.pipeline
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
+    for chosen, seen in (({}, "1"), ({"ORT_DISABLE_TELEMETRY": "0"}, "0")):
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env={**environment, **chosen}, check=False
+        )
+        assert set(run.stdout.split()) == {seen}, run.stderr
 
 
 def test_the_public_surface_is_what_it_says() -> None:

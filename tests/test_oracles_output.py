@@ -11,9 +11,9 @@ from fatdeploy.export.reference.presets import config_from_preset
 from tests.oracle_checks import (
     SOURCE_LENGTHS,
     batch_of,
+    check_close,
     check_steps,
     check_whole,
-    close,
     double_model,
     oracle_traces,
     recorded,
@@ -116,7 +116,7 @@ def test_a_parallel_decoder_and_its_length_head(norm: str, changes: dict[str, An
     source, mask, _ = batch_of(model.config)
     oracle, logits = Oracle(model, model.config), model.encode(source, mask).length_logits
     assert logits is not None
-    close(logits, [oracle.length_logits(below) for below, _ in traces], "length head")
+    check_close(logits, [oracle.length_logits(below) for below, _ in traces], "length head")
 
 
 def test_tokens_are_kept_by_rank_below_the_threshold() -> None:
@@ -153,7 +153,7 @@ def test_a_call_without_source_information_runs_no_cross_attention(norm: str, ch
     scores = model(source, mask, target)
     assert not crossed
     for row, (_, above) in enumerate(oracle_traces(model, source, target)):
-        close(scores[row], above.scores, f"row {row}")
+        check_close(scores[row], above.scores, f"row {row}")
 
 
 @torch.no_grad()
@@ -167,7 +167,7 @@ def test_rows_of_one_source_have_its_memory_and_their_own_targets() -> None:
     second, _ = model.step(tokens[:, 7:], state, memory)
     for which, targets in enumerate((target, target.flip(0))):
         for row, (_, above) in enumerate(oracle_traces(model, source, targets)):
-            close(torch.cat([first, second], 1)[2 * row + which], above.scores, f"source {row}, row {which}")
+            check_close(torch.cat([first, second], 1)[2 * row + which], above.scores, f"source {row}, row {which}")
 
 
 @pytest.mark.parametrize("preset", ["fat", "fast", "at", "transformer"])

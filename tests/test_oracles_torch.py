@@ -250,7 +250,7 @@ def bound_of(logits: Tensor) -> float:
     return 1e-5 * max(1.0, float(logits.abs().max()))
 
 
-def agree(found: Tensor, expected: Tensor) -> None:
+def check_agreement(found: Tensor, expected: Tensor) -> None:
     assert found.shape == expected.shape
     assert (found - expected).abs().max() <= bound_of(expected)
 
@@ -259,7 +259,7 @@ def agree(found: Tensor, expected: Tensor) -> None:
 def test_the_transformer_preset_is_marian(pair: tuple[ReferenceModel, nn.Module]) -> None:
     model, marian = pair
     source, mask, target = batch_of(model, steps=23)
-    agree(model(source, mask, target), logits_of(marian, source, mask.long(), target))
+    check_agreement(model(source, mask, target), logits_of(marian, source, mask.long(), target))
 
 
 @torch.no_grad()
@@ -274,7 +274,7 @@ def test_greedy_steps_with_caches_are_marian_without_any(pair: tuple[ReferenceMo
         tokens = torch.cat([tokens, step.argmax(-1)], 1)
     assert all(len(set(row.tolist())) >= 6 for row in tokens), "one repeated token would prove nothing"
     expected = logits_of(marian, source, mask.long(), tokens[:, :-1])
-    agree(torch.cat(scores, 1), expected)
+    check_agreement(torch.cat(scores, 1), expected)
     first, second = expected.topk(2).values.unbind(-1)
     assert (first - second).min() >= 10 * bound_of(expected), "a tie: the next line would be chance"
     assert torch.equal(expected.argmax(-1), tokens[:, 1:])

@@ -143,6 +143,8 @@ def test_export_of_a_checkpoint_names_its_stages_and_shows_the_parity(tmp_path: 
         "comparing the graphs with the reference …",
     ]
     assert read_bundle(out).manifest.source.name == "mine"
+    quiet = CliRunner().invoke(main, ["-q", "export", str(tmp_path / "mine"), "--out", str(out), "--force"])
+    assert (quiet.exit_code, quiet.stderr, quiet.stdout) == (0, "", result.stdout)
     again = CliRunner().invoke(main, ["export", str(tmp_path / "mine"), "--out", str(out)])
     assert again.exit_code == 1
     assert "exists; choose another folder or pass --force" in again.stderr
