@@ -9,7 +9,7 @@ from torch import Tensor
 from fatdeploy.errors import SpecMismatch
 from fatdeploy.export.reference.decoder import DecoderState, Memory
 from fatdeploy.export.reference.model import ReferenceModel
-from fatdeploy.runtimes.engine import TOP_K, Capacity, Floats, Rows, StepOut, Want, sources_of_rows
+from fatdeploy.runtimes.engine import Capacity, Floats, Rows, StepOut, Want, sources_of_rows
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 
@@ -55,7 +55,7 @@ class EagerEngine:
         logits = self.model.logits(decoded, state.memory)
         if want is Want.LOGITS:
             return StepOut(hidden, logits=logits.numpy())
-        top = logits.log_softmax(-1).topk(min(TOP_K, logits.shape[-1]))
+        top = logits.log_softmax(-1).topk(min(self.spec.top_k, logits.shape[-1]))
         return StepOut(hidden, top_log_probs=top.values.numpy(), top_ids=top.indices.numpy())
 
     @torch.inference_mode()
@@ -78,6 +78,9 @@ class EagerEngine:
             raise SpecMismatch("this model has no length head: its targets end with EOS")
         log_probs: Floats = logits.log_softmax(-1).numpy()
         return log_probs
+
+    def release(self, state: EagerState) -> None:
+        """Nothing is kept for the next state."""
 
     def close(self) -> None:
         """Nothing is held beyond the model itself."""

@@ -61,12 +61,23 @@ def memory_specs(layer: int, heads: int, head_width: int, dtype: str = "float32"
     return TensorSpec(f"memory.keys.{layer}", dtype, shape), TensorSpec(f"memory.values.{layer}", dtype, shape)
 
 
+@dataclass(frozen=True)
+class AlignmentSpec:
+    """Which decoder layer's cross-attention weights a step returns, and of how many heads."""
+
+    layer: int
+    heads: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """What a decode loop and an application must know of a model."""
+    """What a decode loop and an application must know of a model.
+
+    ``width`` is that of the hidden state which an output matrix multiplies; None if the decoder gives logits alone.
+    """
 
     vocab_size: int
-    width: int
+    width: int | None = None
     max_source: int
     max_target: int
     pad_id: int
@@ -81,6 +92,7 @@ class ModelSpec:
     state: tuple[StateSpec, ...] = ()
     reads_source: bool = False  # the decoder compares its tokens with the source's ids
     top_k: int = 16
+    alignment: AlignmentSpec | None = None
 
     @property
     def tokens(self) -> TensorSpec:
@@ -114,15 +126,32 @@ class ModelSpec:
         return (TensorSpec("length_log_probs", "float32", ("batch", self.max_target)),) if has_head else ()
 
     @property
-    def results(self) -> tuple[TensorSpec, TensorSpec, TensorSpec, TensorSpec]:
-        """Hidden state, logits, and the best tokens' log-probabilities and ids."""
-        best: tuple[int | Axis, ...] = ("rows", "step", min(self.top_k, self.vocab_size))
-        return (
-            TensorSpec("hidden", "float32", ("rows", "step", self.width)),
-            TensorSpec("logits", "float32", ("rows", "step", self.vocab_size)),
-            TensorSpec("top_log_probs", "float32", best),
-            TensorSpec("top_ids", "int64", best),
-        )
+    def hidden(self) -> tuple[TensorSpec, ...]:
+        """What the output matrix multiplies, where the decoder tells it."""
+        return () if self.width is None else (TensorSpec("hidden", "float32", ("rows", "step", self.width)),)
+
+    @property
+    def logits(self) -> TensorSpec:
+        """The vocabulary's scores."""
+        return TensorSpec("logits", "float32", ("rows", "step", self.vocab_size))
+
+    @property
+    def best(self) -> tuple[TensorSpec, TensorSpec]:
+        """The best tokens' log-probabilities and ids."""
+        shape: tuple[int | Axis, ...] = ("rows", "step", min(self.top_k, self.vocab_size))
+        return TensorSpec("top_log_probs", "float32", shape), TensorSpec("top_ids", "int64", shape)
+
+    @property
+    def attention(self) -> tuple[TensorSpec, ...]:
+        """The cross-attention weights of one layer, where they were exported."""
+        if self.alignment is None:
+            return ()
+        return (TensorSpec("attention", "float32", ("rows", self.alignment.heads, "step", "source")),)
+
+    @property
+    def results(self) -> tuple[TensorSpec, ...]:
+        """All that a step can say."""
+        return (*self.hidden, self.logits, *self.best, *self.attention)
 
     def encoder_inputs(self) -> tuple[TensorSpec, ...]:
         """Return the inputs of the encoder graph, in order."""

@@ -49,10 +49,13 @@ def decode(
     spec = engine.spec
     limit = _limit(spec, options)
     source, mask = padded(sources, spec)
-    if spec.decoding == "parallel":
-        found = _decode_at_once(engine, source, mask, limit, options.length_candidates)
-    else:
-        found = _decode_greedily(engine, source, mask, limit)
+    parallel = spec.decoding == "parallel"
+    state = engine.encode(source, mask, Capacity(options.length_candidates if parallel else 1, limit))
+    try:
+        search = _decode_at_once if parallel else _decode_greedily
+        found = search(engine, state, len(source), limit, options)
+    finally:
+        engine.release(state)
     if spec.target_order == "right_to_left":
         found = [Hypothesis(one.tokens[::-1], one.finish) for one in found]
     return found
@@ -96,13 +99,18 @@ def _limit(spec: ModelSpec, options: DecodeOptions) -> int:
     return options.max_new_tokens
 
 
-def _decode_greedily(engine: Engine[State], source: Tokens, mask: Mask, limit: int) -> list[Hypothesis]:
+def _decode_greedily(
+    engine: Engine[State],
+    state: State,
+    batch: int,
+    limit: int,
+    options: DecodeOptions,  # noqa: ARG001
+) -> list[Hypothesis]:
     spec = engine.spec
-    state = engine.encode(source, mask, Capacity(rows_per_source=1, target_positions=limit))
-    chosen = np.full(len(source), spec.bos_id, np.int64)
-    output = np.empty((len(source), limit), np.int64)
+    chosen = np.full(batch, spec.bos_id, np.int64)
+    output = np.empty((batch, limit), np.int64)
     # Position of a row's EOS; `limit` while it has none.
-    ends = np.full(len(source), limit)
+    ends = np.full(batch, limit)
     for position in range(limit):
         chosen = _logits(engine, chosen[:, None], state)[:, -1].argmax(-1)
         output[:, position] = chosen
@@ -114,9 +122,10 @@ def _decode_greedily(engine: Engine[State], source: Tokens, mask: Mask, limit: i
     return [_cut(row, int(end)) for row, end in zip(output, ends, strict=True)]
 
 
-def _decode_at_once(engine: Engine[State], source: Tokens, mask: Mask, limit: int, candidates: int) -> list[Hypothesis]:
-    spec, batch = engine.spec, len(source)
-    state = engine.encode(source, mask, Capacity(rows_per_source=candidates, target_positions=limit))
+def _decode_at_once(
+    engine: Engine[State], state: State, batch: int, limit: int, options: DecodeOptions
+) -> list[Hypothesis]:
+    spec, candidates = engine.spec, options.length_candidates
     lengths = np.full((batch, 1), limit)
     if spec.length == "head":
         # A cut length must not appear twice among the candidates.

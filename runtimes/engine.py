@@ -14,8 +14,6 @@ Floats = NDArray[np.float32]
 Rows = NDArray[np.int64]
 State = TypeVar("State")
 
-TOP_K = 16
-
 
 class Want(IntEnum):
     """What a step must compute beyond the hidden state; what is not wanted is not computed."""
@@ -37,10 +35,11 @@ class Capacity:
 class StepOut:
     """Result of a step on t tokens a row; arrays belong to the engine and are valid until its next step."""
 
-    hidden: Floats  # [R, t, M]
+    hidden: Floats | None = None  # [R, t, M], what the output matrix multiplies; None of models that do not tell it
     logits: Floats | None = None  # [R, t, V]
     top_log_probs: Floats | None = None  # [R, t, k], best first
     top_ids: Tokens | None = None  # [R, t, k]
+    attention: Floats | None = None  # [R, H, t, S], cross weights of the layer that was exported with them
 
 
 class Engine(Protocol[State]):
@@ -67,6 +66,10 @@ class Engine(Protocol[State]):
         """Return log-probabilities [B, max_target] of the target lengths from 1 up; only models with a length head."""
         ...
 
+    def release(self, state: State) -> None:
+        """Take back a state that nobody will use any more; its memory may serve the next one."""
+        ...
+
     def close(self) -> None:
         """Give back everything; the engine cannot be used afterwards."""
         ...
@@ -84,3 +87,9 @@ def sources_of_rows(rows: Rows, rows_per_source: int) -> tuple[Rows, int]:
             f"with {rows_per_source} rows a source"
         )
     return kept, int(counts[0])
+
+
+def check_want(spec: ModelSpec, want: Want) -> None:
+    """Raise if a hidden state is all that is wanted of a model that does not tell it."""
+    if want is Want.HIDDEN and not spec.hidden:
+        raise SpecMismatch("this model gives logits alone: its hidden state cannot be had")

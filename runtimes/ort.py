@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from fatdeploy.bundle import DECODER, ENCODER, Bundle
 from fatdeploy.errors import BackendUnavailable, BundleError, SpecMismatch, in_one_line
-from fatdeploy.runtimes.engine import Capacity, Floats, Rows, StepOut, Want, sources_of_rows
+from fatdeploy.runtimes.engine import Capacity, Floats, Rows, StepOut, Want, check_want, sources_of_rows
 from fatdeploy.spec import Mask, ModelSpec, TensorSpec, Tokens
 
 Array = NDArray[Any]
@@ -28,7 +28,7 @@ class Bound:
     """Buffers of one shape of call, and the bindings that use them: two that alternate for recurrent state."""
 
     tokens: Tokens
-    results: dict[str, Array]
+    out: StepOut
     bindings: list[Any]
 
 
@@ -78,6 +78,7 @@ class OrtEngine:
 
     def step(self, tokens: Tokens, state: OrtState, want: Want) -> StepOut:
         """Feed tokens [R, t]; nothing is copied but them."""
+        check_want(self.spec, want)
         self.spec.check_tokens(tokens, int(state.position), state.capacity)
         if len(tokens) != state.rows:
             raise SpecMismatch(f"step refused: {len(tokens)} rows of tokens, the state has {state.rows}")
@@ -89,9 +90,7 @@ class OrtEngine:
         self._decoder.run_with_iobinding(bound.bindings[state.n_steps % len(bound.bindings)])
         state.position += tokens.shape[1]
         state.n_steps += 1
-        hidden, logits, log_probs, ids = (bound.results.get(one.name) for one in self.spec.results)
-        assert hidden is not None  # noqa: S101 - always bound
-        return StepOut(hidden, logits, log_probs, ids)
+        return bound.out
 
     def reorder(self, state: OrtState, rows: Rows) -> None:
         """Make new row i continue old row rows[i]; sources without rows leave."""
@@ -114,6 +113,9 @@ class OrtEngine:
             raise SpecMismatch("this model has no length head: its targets end with EOS")
         log_probs: Floats = state.sources[self.spec.length_log_probs[0].name]
         return log_probs
+
+    def release(self, state: OrtState) -> None:
+        """Drop a state."""
 
     def close(self) -> None:
         """Give the sessions back."""
@@ -173,9 +175,10 @@ class OrtEngine:
 
     def _bound(self, state: OrtState, steps: int, want: Want) -> Bound:
         """Return buffers and bindings for calls of ``steps`` tokens that want the same."""
-        sizes = {"rows": state.rows, "step": steps}
-        hidden, logits, log_probs, ids = self.spec.results
-        wanted = {Want.HIDDEN: (hidden,), Want.LOGITS: (hidden, logits), Want.TOPK: (hidden, log_probs, ids)}[want]
+        sizes = {"rows": state.rows, "step": steps, "source": state.sources[self.spec.source_mask.name].shape[1]}
+        spec = self.spec
+        asked = {Want.HIDDEN: (), Want.LOGITS: (spec.logits,), Want.TOPK: spec.best}[want]
+        wanted = (*spec.hidden, *asked, *spec.attention)
         results = {one.name: np.empty(one.sized(sizes), one.dtype) for one in wanted}
         tokens = np.empty((state.rows, steps), np.int64)
         changing = {self.spec.tokens.name: tokens, self.spec.position.name: state.position}
@@ -184,7 +187,18 @@ class OrtEngine:
         inputs = {**state.inputs, **self._values(changing)}
         sets = state.buffers
         pairs = [(sets[i], sets[(i + 1) % len(sets)]) for i in range(len(sets))]
-        return Bound(tokens, results, [self._binding(inputs, results, past, present) for past, present in pairs])
+        bindings = [self._binding(inputs, results, past, present) for past, present in pairs]
+        return Bound(tokens, self._step_out(results), bindings)
+
+    def _step_out(self, results: dict[str, Array]) -> StepOut:
+        spec = self.spec
+        return StepOut(
+            hidden=next((results[one.name] for one in spec.hidden), None),
+            logits=results.get(spec.logits.name),
+            top_log_probs=results.get(spec.best[0].name),
+            top_ids=results.get(spec.best[1].name),
+            attention=next((results[one.name] for one in spec.attention), None),
+        )
 
     def _binding(
         self, inputs: dict[str, Any], results: dict[str, Array], past: list[Array], present: list[Array]

@@ -15,6 +15,7 @@ class ScriptedEngine:
         self.spec = spec
         self.scripts = scripts
         self.fed: list[list[list[int]]] = []
+        self.released = 0
 
     def encode(self, source: Tokens, mask: Mask, capacity: Capacity) -> list[list[int]]:
         self.spec.check_source(source, mask)
@@ -34,5 +35,8 @@ class ScriptedEngine:
 
     def length_log_probs(self, state: list[list[int]]) -> np.ndarray:
         raise NotImplementedError
+
+    def release(self, state: list[list[int]]) -> None:
+        self.released += 1
 
     def close(self) -> None: ...
