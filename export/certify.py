@@ -1,20 +1,69 @@
-"""The parity certificate's probes: sources whose steps are decided so clearly that equality has no excuse."""
+"""The parity certificate, and its probes: sources whose steps are decided so clearly that equality has no excuse."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from fatdeploy.errors import ExportFailed
+from fatdeploy.bundle import PROBES, Bundle
+from fatdeploy.errors import ExportFailed, ParityFailed
+from fatdeploy.export.bisect import where_it_begins
+from fatdeploy.export.contract import Flat
 from fatdeploy.export.eager import EagerEngine
-from fatdeploy.runtimes.engine import Capacity, Floats, Want
-from fatdeploy.runtimes.verify import NOISE, SAFE_MARGINS, Probe
-from fatdeploy.spec import Mask, ModelSpec, Tokens
+from fatdeploy.machine import this_machine
+from fatdeploy.runtimes.engine import Floats
+from fatdeploy.runtimes.lockstep import (
+    NOISE,
+    SAFE_MARGINS,
+    Agreement,
+    agreement_of,
+    compared,
+    greedy_calls,
+    margins_of,
+)
+from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.runtimes.verify import Probe, verified
+from fatdeploy.spec import ModelSpec, Tokens
 
 NEW_TOKENS = 48
 # Source lengths of each batch; None is the longest the model takes.
 BATCHES: tuple[tuple[int | None, ...], ...] = ((7,), (1, 31, None), (1, 2, 7, 31, None, 2, 7, 31))
 CANDIDATES, ROUNDS = 8, 12
+
+
+def certified(
+    model: Flat, bundle: Bundle, probes: list[Probe], traced: dict[str, Path], graphs: dict[str, Path]
+) -> dict[str, Any]:
+    """Return the certificate of a bundle whose probes are written; a difference is ParityFailed and says its origin."""
+    engine = OrtEngine(bundle)
+    try:
+        agreement = _agreement(engine, model, bundle, probes, (traced, graphs))
+        parity = verified(engine, probes)
+    finally:
+        engine.close()
+    return {
+        "engine": "onnxruntime CPU",
+        "agreement": agreement.as_dict(),
+        "parity": parity.as_dict(),
+        "probes_sha256": bundle.manifest.files[PROBES].sha256,
+        "versions": bundle.manifest.versions,
+        "machine": this_machine().as_dict(),
+    }
+
+
+def _agreement(
+    engine: OrtEngine, model: Flat, bundle: Bundle, probes: list[Probe], graphs: tuple[dict[str, Path], dict[str, Path]]
+) -> Agreement:
+    """Return how close every logit of every step is to the live reference's."""
+    comparisons = []
+    for index, probe in enumerate(probes):
+        found = compared(engine, EagerEngine(model), probe.source, probe.mask, probe.tokens.shape[1])
+        if found.first_miss is not None:
+            raise ParityFailed(f"probe {index}: {where_it_begins(model, bundle, *graphs, probe)}")
+        comparisons.append(found)
+    return agreement_of(comparisons)
 
 
 @dataclass(frozen=True)
@@ -64,8 +113,8 @@ def _safe_rows(
 def _rows(engine: EagerEngine, source: Tokens, steps: int) -> list[Row]:
     # Only a few numbers of each step's logits are kept: all of them would be half a gigabyte for a base model.
     kept = [
-        (one.argmax(-1), one.max(-1), np.abs(one).max((1, 2)), _margins(one).min(1))
-        for one in _greedy_steps(engine, source, np.ones_like(source, bool), steps)
+        (one.argmax(-1), one.max(-1), np.abs(one).max((1, 2)), margins_of(one).min(1))
+        for one in greedy_calls(engine, source, np.ones_like(source, bool), steps)
     ]
     tokens, best, sizes, margins = zip(*kept, strict=True)
     bounds = NOISE * np.maximum(1.0, np.max(sizes, axis=0))
@@ -85,22 +134,3 @@ def _probe(rows: list[Row], spec: ModelSpec) -> Probe:
         bounds=np.array([row.bound for row in rows]),
         margins=np.array([row.margin for row in rows]),
     )
-
-
-def _greedy_steps(engine: EagerEngine, source: Tokens, mask: Mask, steps: int) -> Iterator[Floats]:
-    """Yield the logits [B, t, V] of each call of a greedy decode that EOS does not end."""
-    state = engine.encode(source, mask, Capacity(1, steps))
-    parallel = engine.spec.decoding == "parallel"
-    tokens = np.full((len(source), steps if parallel else 1), engine.spec.bos_id)
-    for _ in range(1 if parallel else steps):
-        logits = engine.step(tokens, state, Want.LOGITS).logits
-        if logits is None:
-            raise ExportFailed("the reference returned no logits")
-        yield logits
-        tokens = logits.argmax(-1)
-
-
-def _margins(logits: Floats) -> Floats:
-    top: Floats = np.partition(logits, -2, axis=-1)[..., -2:]
-    difference: Floats = top[..., 1] - top[..., 0]
-    return difference

@@ -8,14 +8,15 @@ from pathlib import Path
 import click
 
 from fatdeploy.bundle import PARITY
-from fatdeploy.errors import BackendUnavailable, ConfigError
+from fatdeploy.errors import BackendUnavailable
 from fatdeploy.runtimes.commands import parity_line
 from fatdeploy.tables import aligned
 
 
 def need_export_packages() -> None:
     """Raise, with what to type, unless the packages of ``fatdeploy[export]`` are here."""
-    missing = [name for name in ("torch", "safetensors") if importlib.util.find_spec(name) is None]
+    needed = ("torch", "onnx", "onnxscript", "onnxsim", "safetensors")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise BackendUnavailable(f"needs {' and '.join(missing)}, not installed here: pip install 'fatdeploy[export]'")
 
@@ -91,7 +92,9 @@ def demo(preset: str, sources: int, max_new_tokens: int, seed: int, as_json: boo
 Examples:
   fatdeploy export fat-small --out fat-small.bundle
   fatdeploy export my-checkpoint --out my-model --force
-  fatdeploy export transformer-base --out graphs --target onnx
+  fatdeploy export my_package.models:build --out my-model
+  fatdeploy export transformer-base --out graphs --target onnx --max-source 128 --max-target 128
+  fatdeploy export my-checkpoint --out aligned --attention 5
 """
 )
 @click.argument("source")
@@ -103,31 +106,43 @@ Examples:
     type=click.Choice(["ort-cpu", "onnx"]),
     help="onnxruntime on the CPU, or graphs of standard ops for any ONNX tool.",
 )
+@click.option("--max-source", type=click.IntRange(1), help="Longest source; the model's own limit unless said.")
+@click.option("--max-target", type=click.IntRange(1), help="Longest target; the model's own limit unless said.")
+@click.option("--top-k", type=click.IntRange(1), help="How many best tokens a step can return; 16 unless said.")
+@click.option(
+    "--attention",
+    "attention_layer",
+    type=click.IntRange(0),
+    metavar="LAYER",
+    help="Also return the cross-attention weights of this decoder layer (alignments).",
+)
+@click.option("--licence", help="The weights' licence, for the manifest.")
 @click.option("--force", is_flag=True, help="Replace a bundle that is there.")
-def export(source: str, out: Path, target: str, force: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the certificate as JSON.")
+def export(source: str, out: Path, target: str, licence: str | None, force: bool, as_json: bool, **chosen: int) -> None:
     """Turn a model into a bundle and prove it right.
 
-    SOURCE is a checkpoint's folder or a preset (see: fatdeploy presets). The graphs must give the reference's tokens on
-    probes whose every step the reference decides by ten times the noise of fp32; otherwise nothing is written.
+    SOURCE is a checkpoint's folder, a preset (see: fatdeploy presets), or package.module:factory for a model of your
+    own. The graphs must give the reference's tokens on probes whose every step the reference decides by ten times the
+    noise of fp32; otherwise nothing is written.
     """
     need_export_packages()
+    from fatdeploy.export.contract import Choices
     from fatdeploy.export.pipeline import write_bundle
-    from fatdeploy.export.reference.checkpoint import load_checkpoint
-    from fatdeploy.export.reference.presets import preset_names
-    from fatdeploy.export.reference.weights import model_from_preset
+    from fatdeploy.export.sources import model_from_source
 
-    if source not in preset_names() and not Path(source).is_dir():
-        raise ConfigError(
-            f"{source} is neither a preset nor a checkpoint's folder. Presets: {', '.join(preset_names())}"
-        )
-    model = model_from_preset(source) if source in preset_names() else load_checkpoint(source)
+    model, origin = model_from_source(source, licence=licence)
     bundle = write_bundle(
         model,
         out,
-        name=Path(source).name,
+        origin=origin,
         dialect="ort" if target == "ort-cpu" else "standard",
+        choices=Choices(**chosen),
         force=force,
         stage=progress,
     )
-    parity = json.loads(bundle.file(PARITY).read_text())["parity"]
-    click.echo(f"{out}: {bundle.total_bytes / 1e6:.1f} MB; {parity_line(parity)}")
+    certificate = json.loads(bundle.file(PARITY).read_text())
+    if as_json:
+        click.echo(json.dumps({"bundle": str(out), "bytes": bundle.total_bytes, **certificate}))
+        return
+    click.echo(f"{out}: {bundle.total_bytes / 1e6:.1f} MB; {parity_line(certificate['parity'])}")

@@ -35,6 +35,8 @@ def shape_of(x: Tensor, start: int, end: int) -> Tensor:
 class GraphSeams(Seams):
     """What both dialects say alike: caches of full capacity, shapes that come from tensors and need no proof."""
 
+    folds = True
+
     def n_keys(self, position: Position, steps: int, capacity: int) -> int:  # noqa: ARG002
         return capacity
 
@@ -53,6 +55,13 @@ class GraphSeams(Seams):
 
     def by_row(self, x: Tensor, like: Tensor) -> Tensor:
         return emitted("Reshape", (x, shape_of(like, 0, like.ndim)), x.dtype, like.shape)
+
+    def weights_by_row(self, weights: Tensor, rows: Tensor, valid: Tensor) -> Tensor:
+        heads = weights.shape[1]
+        # The sizes of tensors from outside: a branch must have those of the branch beside it, symbol for symbol.
+        shape = (rows.shape[0], heads, rows.shape[1], valid.shape[1])
+        sizes = torch.cat([shape_of(rows, 0, 1), number(heads), shape_of(rows, 1, 2), shape_of(valid, 1, 2)])
+        return emitted("Reshape", (weights.transpose(1, 2), sizes), weights.dtype, shape)
 
     def copied(self, probability: Tensor, weights: Tensor, source: Tensor) -> Tensor:
         # A scatter that adds is refused by TensorRT, and would need the sources repeated a row.

@@ -1,13 +1,12 @@
-"""The reference model as two modules whose inputs and outputs are those of the contract, in its order."""
+"""A model as two modules whose inputs and outputs are those of the contract, in its order."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
+from fatdeploy.export.contract import Called, Flat, Memory
 from fatdeploy.export.dialects import emitted, number
-from fatdeploy.export.reference.decoder import DecoderState, Memory
-from fatdeploy.export.reference.model import Decoded, ReferenceModel
 from fatdeploy.runtimes.engine import Want
 from fatdeploy.spec import ModelSpec
 
@@ -15,23 +14,21 @@ Results = tuple[Tensor, Tensor, Tensor]
 
 
 class EncoderGraph(nn.Module):
-    """Source in, projected cross keys and values out."""
+    """Source in; what the decoder needs of it out."""
 
-    def __init__(self, model: ReferenceModel) -> None:
+    def __init__(self, model: Flat) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         source, mask = tensors
-        memory = self.model.encode(source, mask)
-        pairs = [tensor for pair in zip(memory.keys, memory.values, strict=True) for tensor in pair]
-        return (*pairs, *([] if memory.length_logits is None else [memory.length_logits.log_softmax(-1)]))
+        return self.model.encoded(source, mask)
 
 
 class DecoderGraph(nn.Module):
     """One call of the decoder: tokens, position, memory and past state in; results and present state out."""
 
-    def __init__(self, model: ReferenceModel, *, branches: bool) -> None:
+    def __init__(self, model: Flat, *, branches: bool) -> None:
         super().__init__()
         self.model = model
         self.spec: ModelSpec = model.spec
@@ -42,27 +39,23 @@ class DecoderGraph(nn.Module):
         tokens = next(rest)
         position = next(rest) if self.spec.decoding == "autoregressive" else 0
         want = next(rest) if self.branches else None
-        # A decoder that does not read the source's ids never looks at what stands in their place.
-        memory = self._memory(next(rest) if self.spec.reads_source else tokens, next(rest), rest)
-        state = DecoderState(position, self._layers(list(rest)))
-        decoded, state = self.model.decode(tokens, state, memory)
-        results = self._results(decoded, memory, want)
-        return (decoded.hidden, *results, *(tensor for layer in state.layers for tensor in layer))
+        memory = self._memory(rest)
+        called, present = self.model.called(tokens, position, tuple(rest), memory)
+        hidden = () if called.hidden is None else (called.hidden,)
+        attention = () if called.attention is None else (called.attention,)
+        return (*hidden, *self._results(called, memory, want, tokens), *attention, *present)
 
-    def _memory(self, source: Tensor, mask: Tensor, rest: Iterator[Tensor]) -> Memory:
-        pairs = [(next(rest), next(rest)) for _ in range(self.model.config.decoder_layers)]
-        return Memory(source, mask, [keys for keys, _ in pairs], [values for _, values in pairs])
+    def _memory(self, rest: Iterator[Tensor]) -> Memory:
+        source = next(rest) if self.spec.reads_source else None
+        mask = next(rest)
+        # A decoder that does not read the source's ids looks at nothing of what stands in their place but its sizes.
+        return Memory(mask if source is None else source, mask, tuple(next(rest) for _ in self.spec.memory))
 
-    def _layers(self, tensors: list[Tensor]) -> list[tuple[Tensor, ...]]:
-        layers = self.model.config.decoder_layers
-        each = len(tensors) // layers
-        return [tuple(tensors[index * each : (index + 1) * each]) for index in range(layers)]
-
-    def _results(self, decoded: Decoded, memory: Memory, want: Tensor | None) -> Results:
+    def _results(self, called: Called, memory: Memory, want: Tensor | None, tokens: Tensor) -> Results:
         if want is None:
-            logits = self.model.logits(decoded, memory)
+            logits = self.model.logits(called, memory)
             return logits, *best_of(logits, self.spec)
-        return wanted_of(self.model, decoded, memory, want)
+        return wanted_of(self.model, called, memory, want, tokens)
 
 
 def best_of(logits: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor]:
@@ -71,27 +64,28 @@ def best_of(logits: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor]:
     return top.values - logits.logsumexp(-1, keepdim=True), top.indices
 
 
-def wanted_of(model: ReferenceModel, decoded: Decoded, memory: Memory, want: Tensor) -> Results:
+def wanted_of(model: Flat, called: Called, memory: Memory, want: Tensor, tokens: Tensor) -> Results:
     """Return logits and best tokens as far as they are wanted; a branch that is not taken gives empty tensors.
 
     A function, because torch refuses branches that reach one module by two ways, such as ``self`` and a closure.
     """
-    spec, hidden = model.spec, decoded.hidden
+    spec = model.spec
     k = min(spec.top_k, spec.vocab_size)
 
     # Sizes are read off a tensor that the branch itself is given: torch compares the branches' symbols, not values.
     def no_best(like: Tensor) -> tuple[Tensor, Tensor]:
         shape = (like.shape[0], like.shape[1], k)
-        return nothing(like.dtype, shape), nothing(torch.int64, shape)
+        return nothing(torch.float32, shape), nothing(torch.int64, shape)
 
     def some() -> Results:
-        logits = model.logits(decoded, memory)
+        logits = model.logits(called, memory)
         return logits, *torch.cond(want == int(Want.TOPK), lambda: best_of(logits, spec), lambda: no_best(logits))
 
     def none() -> Results:
-        return nothing(hidden.dtype, (hidden.shape[0], hidden.shape[1], spec.vocab_size)), *no_best(hidden)
+        return nothing(torch.float32, (tokens.shape[0], tokens.shape[1], spec.vocab_size)), *no_best(tokens)
 
-    results: Results = torch.cond(want == int(Want.HIDDEN), none, some)
+    # A model that does not tell its hidden state has computed the logits already.
+    results: Results = torch.cond(want == int(Want.HIDDEN), none, some) if spec.hidden else some()
     return results
 
 

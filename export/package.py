@@ -1,14 +1,16 @@
 """Both graphs in one folder: structure in the .onnx files, all weights in one file, each stored once."""
 
 import hashlib
+import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import onnx
-from onnx import numpy_helper
 
-from fatdeploy.bundle import WEIGHTS
-from fatdeploy.export.trace import graphs_of
+from fatdeploy.bundle import WEIGHTS, WeightGroup
+from fatdeploy.export.graph_files import graphs_of, read_structure, tensor_data, write_structure
+from fatdeploy.export.trace import INNER
 
 # Smaller tensors (shapes, axes, scales) stay in the graph, where optimisers look at them.
 INLINE_BELOW = 1024
@@ -16,32 +18,66 @@ INLINE_BELOW = 1024
 ALIGNMENT = 64
 
 
-def write_graphs(graphs: Mapping[str, onnx.ModelProto], folder: Path) -> None:
-    """Write graphs by file name; equal tensors of all of them, the tied embedding above all, become one."""
+def write_graphs(graphs: Mapping[str, Path], folder: Path) -> dict[str, WeightGroup]:
+    """Write graphs by file name; equal tensors of all of them, the tied embedding above all, become one.
+
+    Returns how much of the weights belongs to which part of the model.
+    """
     offsets: dict[tuple[str, int], int] = {}
+    groups: dict[str, WeightGroup] = {}
     with (folder / WEIGHTS).open("wb") as weights:
-        for name, graph in graphs.items():
-            outside = onnx.ModelProto()
-            outside.CopyFrom(graph)
-            for part in graphs_of(outside.graph):
-                for tensor in part.initializer:
-                    data = numpy_helper.to_array(tensor).tobytes()
-                    if len(data) < INLINE_BELOW:
-                        continue
-                    key = hashlib.sha256(data).hexdigest(), len(data)
-                    if key not in offsets:
-                        weights.write(b"\0" * (-weights.tell() % ALIGNMENT))
-                        offsets[key] = weights.tell()
-                        weights.write(data)
-                    _point(tensor, offsets[key], len(data))
-            (folder / name).write_bytes(outside.SerializeToString(deterministic=True))
+        for name, path in graphs.items():
+            graph = read_structure(path)
+            parts = _parts_of_tensors(graph.graph)
+            for tensor in (one for part in graphs_of(graph.graph) for one in part.initializer):
+                data = tensor_data(tensor, path.parent)
+                if len(data) < INLINE_BELOW:
+                    _hold(tensor, data)
+                    continue
+                key = hashlib.sha256(data).hexdigest(), len(data)
+                if key not in offsets:
+                    weights.write(b"\0" * (-weights.tell() % ALIGNMENT))
+                    offsets[key] = weights.tell()
+                    weights.write(data)
+                    part = parts.get(tensor.name, "")
+                    groups[part] = _grown(groups.get(part), math.prod(tensor.dims), len(data))
+                _point(tensor, offsets[key], len(data))
+            write_structure(graph, folder / name)
+    return dict(sorted(groups.items()))
+
+
+def _grown(group: WeightGroup | None, parameters: int, size: int) -> WeightGroup:
+    old = group or WeightGroup(0, 0, 0)
+    return WeightGroup(old.tensors + 1, old.parameters + parameters, old.bytes + size)
+
+
+def _parts_of_tensors(graph: onnx.GraphProto) -> dict[str, str]:
+    """Return which part of the model reads each tensor; layers of one stack are one part, ``decoder.layers.*.ffn``."""
+    parts: dict[str, str] = {}
+    for node in (one for part in graphs_of(graph) for one in part.node):
+        module = node.name.partition("/")[0]
+        for name in node.input:
+            # A node outside all modules, such as the output projection, reads a tensor that has a name of its own.
+            part = module or name.removeprefix(INNER).rpartition(".")[0] or name
+            parts.setdefault(name, re.sub(r"(?<=\.)\d+(?=\.|$)", "*", part))
+    return parts
+
+
+def _hold(tensor: onnx.TensorProto, data: bytes) -> None:
+    """Let a tensor keep its data in the graph."""
+    _empty(tensor)
+    tensor.data_location = onnx.TensorProto.DEFAULT
+    tensor.raw_data = data
 
 
 def _point(tensor: onnx.TensorProto, offset: int, length: int) -> None:
     """Let a tensor read its data from the weights file."""
-    for field in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data"):
-        tensor.ClearField(field)
+    _empty(tensor)
     tensor.data_location = onnx.TensorProto.EXTERNAL
-    del tensor.external_data[:]
     for key, value in (("location", WEIGHTS), ("offset", str(offset)), ("length", str(length))):
         tensor.external_data.add(key=key, value=value)
+
+
+def _empty(tensor: onnx.TensorProto) -> None:
+    for field in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data", "external_data"):
+        tensor.ClearField(field)

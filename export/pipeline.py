@@ -3,18 +3,22 @@
 import hashlib
 import json
 import logging
+import shutil
+import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-import onnx
+from torch import nn
 
 from fatdeploy.bundle import (
     DECODER,
     ENCODER,
     PARITY,
     PROBES,
+    TOKENIZER,
     Bundle,
     Dialect,
     Manifest,
@@ -22,19 +26,18 @@ from fatdeploy.bundle import (
     read_bundle,
     write_manifest,
 )
-from fatdeploy.export.certify import drawn_probes
+from fatdeploy.export.certify import certified, drawn_probes
+from fatdeploy.export.contract import Choices, Flat, flat_model
 from fatdeploy.export.dialects import OPSET
 from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.graph_files import op_histogram
 from fatdeploy.export.package import write_graphs
 from fatdeploy.export.reference.checkpoint import stored_tensors
-from fatdeploy.export.reference.model import ReferenceModel
-from fatdeploy.export.simplify import Arrays, op_histogram, simplified
-from fatdeploy.export.trace import check_expressible, traced_decoder, traced_encoder
+from fatdeploy.export.simplify import Arrays, simplified
+from fatdeploy.export.trace import traced_decoder, traced_encoder
 from fatdeploy.folders import replaced_folder
-from fatdeploy.machine import this_machine
 from fatdeploy.runtimes.engine import Want
-from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.verify import Probe, verified, write_probes
+from fatdeploy.runtimes.verify import write_probes
 from fatdeploy.spec import ModelSpec, TensorSpec
 
 log = logging.getLogger("fatdeploy")
@@ -44,12 +47,22 @@ SAMPLES = ((1, 1, 1, 1, 4), (2, 3, 5, 4, 9), (3, 1, 9, 2, 12))
 RECORDED = ("fatdeploy", "torch", "onnx", "onnxscript", "onnxsim", "onnxruntime", "numpy")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a model comes from, as the manifest says it."""
+
+    name: str
+    licence: str | None = None
+    tokenizer: Path | None = None
+
+
 def write_bundle(
-    model: ReferenceModel,
+    model: object,
     folder: Path,
     *,
-    name: str,
+    origin: Origin,
     dialect: Dialect = "ort",
+    choices: Choices | None = None,
     force: bool = False,
     stage: Callable[[str], None] = log.info,
 ) -> Bundle:
@@ -57,66 +70,67 @@ def write_bundle(
 
     ``stage`` is told what begins.
     """
-    check_expressible(model, dialect)
-    spec = model.spec
-    with replaced_folder(folder, force=force) as new:
-        stage("tracing the encoder")
-        traced = {ENCODER: traced_encoder(model, dialect)}
-        stage("tracing the decoder")
-        traced[DECODER] = traced_decoder(model, dialect)
-        stage("simplifying")
-        inputs = {ENCODER: spec.encoder_inputs(), DECODER: spec.decoder_inputs(branches=dialect == "ort")}
-        graphs = {part: simplified(graph, _samples(spec, inputs[part], dialect)) for part, graph in traced.items()}
-        write_graphs(graphs, new)
-        manifest = _manifest(model, name, dialect, traced, graphs)
+    flat = flat_model(model, choices)
+    with replaced_folder(folder, force=force) as new, _folder_beside(new) as work:
+        traced, graphs = _written_graphs(flat, dialect, work, stage)
+        weights = write_graphs(graphs, new)
+        if origin.tokenizer is not None:
+            shutil.copyfile(origin.tokenizer, new / TOKENIZER)
         stage("drawing probes from the reference")
-        probes = drawn_probes(EagerEngine(model))
+        probes = drawn_probes(EagerEngine(flat))
+        write_probes(new / PROBES, probes)
+        histograms = {
+            part: {"traced": op_histogram(traced[part]), "simplified": op_histogram(graphs[part])} for part in graphs
+        }
+        manifest = replace(_manifest(flat, origin, dialect), histograms=histograms, weights=weights)
         stage("comparing the graphs with the reference")
-        _certify(write_manifest(new, manifest), probes)
+        certificate = certified(flat, write_manifest(new, manifest), probes, traced, graphs)
+        (new / PARITY).write_text(json.dumps(certificate, indent=2, sort_keys=True) + "\n")
         write_manifest(new, manifest)
     return read_bundle(folder)
 
 
-def _certify(bundle: Bundle, probes: list[Probe]) -> None:
-    """Write probes and certificate beside the graphs; a difference is ParityFailed."""
-    engine = OrtEngine(bundle)
-    parity = verified(engine, probes)
-    engine.close()
-    write_probes(bundle.path / PROBES, probes)
-    certificate = {
-        "engine": "onnxruntime CPU",
-        "parity": parity.as_dict(),
-        "probes_sha256": hashlib.sha256((bundle.path / PROBES).read_bytes()).hexdigest(),
-        "versions": bundle.manifest.versions,
-        "machine": this_machine().as_dict(),
-    }
-    (bundle.path / PARITY).write_text(json.dumps(certificate, indent=2, sort_keys=True) + "\n")
+def _folder_beside(folder: Path) -> tempfile.TemporaryDirectory[str]:
+    # Beside the bundle and not where the system keeps its temporary files: that is often memory, and weights are large.
+    return tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent)
 
 
-def _manifest(
-    model: ReferenceModel,
-    name: str,
-    dialect: Dialect,
-    traced: dict[str, onnx.ModelProto],
-    graphs: dict[str, onnx.ModelProto],
-) -> Manifest:
-    histograms = {
-        part: {"traced": op_histogram(traced[part]), "simplified": op_histogram(graphs[part])} for part in graphs
+def _written_graphs(
+    model: Flat, dialect: Dialect, work: str, stage: Callable[[str], None]
+) -> tuple[dict[str, Path], dict[str, Path]]:
+    """Return where the traced and the simplified graphs are, by the names that they will have in the bundle."""
+    first, second = Path(work) / "traced", Path(work) / "simplified"
+    first.mkdir()
+    second.mkdir()
+    spec = model.spec
+    stage("tracing the encoder")
+    traced = {ENCODER: traced_encoder(model, dialect, first / ENCODER)}
+    stage("tracing the decoder")
+    traced[DECODER] = traced_decoder(model, dialect, first / DECODER)
+    stage("simplifying")
+    inputs = {ENCODER: spec.encoder_inputs(), DECODER: spec.decoder_inputs(branches=dialect == "ort")}
+    graphs = {
+        part: simplified(graph, second / part, _samples(spec, inputs[part], dialect)) for part, graph in traced.items()
     }
+    return traced, graphs
+
+
+def _manifest(model: Flat, origin: Origin, dialect: Dialect) -> Manifest:
+    versions = {package: version(package) for package in RECORDED}
     return Manifest(
         spec=model.spec,
         target="ort-cpu" if dialect == "ort" else "onnx",
         precision="fp32",
         dialect=dialect,
         opset=OPSET,
-        versions={package: version(package) for package in RECORDED},
-        source=Provenance(name=name, sha256=_weights_hash(model), licence=None),
-        settings={"top_k": model.spec.top_k},
-        histograms=histograms,
+        versions=versions,
+        source=Provenance(name=origin.name, sha256=_weights_hash(model.inner), licence=origin.licence),
+        onnxruntime=(versions["onnxruntime"], versions["onnxruntime"]),
+        settings={"top_k": model.spec.top_k, "threads": "as many as there are cores"},
     )
 
 
-def _weights_hash(model: ReferenceModel) -> str:
+def _weights_hash(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(stored_tensors(model).items()):
         digest.update(name.encode())

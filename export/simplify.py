@@ -1,6 +1,6 @@
 """Simplify a graph with onnxsim, and refuse the result unless it is valid and computes the same numbers."""
 
-from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ import onnxsim
 from numpy.typing import NDArray
 
 from fatdeploy.errors import ExportFailed
-from fatdeploy.export.trace import graphs_of, stripped
+from fatdeploy.export.graph_files import read_structure, strip, write_structure
 from fatdeploy.runtimes.ort import onnxruntime_module
 
 # MatMul + Add over three axes would become Reshape, Gemm, Reshape: slower in onnxruntime, and weights no longer alike.
@@ -18,33 +18,40 @@ SKIPPED = ["fuse_matmul_add_bias_into_gemm_batched"]
 Arrays = dict[str, NDArray[Any]]
 
 
-def op_histogram(graph: onnx.ModelProto) -> dict[str, int]:
-    """Return how often each op stands in a graph and its branches, by name."""
-    counts = Counter(node.op_type for part in graphs_of(graph.graph) for node in part.node)
-    return dict(sorted(counts.items()))
-
-
-def simplified(graph: onnx.ModelProto, samples: list[Arrays]) -> onnx.ModelProto:
-    """Return a simpler graph with the same inputs, outputs and, on every sample, numbers."""
-    simpler, sure = onnxsim.simplify(graph, skipped_optimizers=SKIPPED, include_subgraph=True, certify=False)
+def simplified(graph: Path, result: Path, samples: list[Arrays]) -> Path:
+    """Write a simpler graph with the same inputs, outputs and, on every sample, numbers; return its path."""
+    _, sure = onnxsim.simplify(
+        str(graph),
+        output_path=str(result),
+        external_data_threshold="1KB",
+        skipped_optimizers=SKIPPED,
+        include_subgraph=True,
+        certify=False,
+    )
     if not sure:
         raise ExportFailed("onnxsim could not check its own result")
+    _keep_contract(graph, result)
+    onnx.checker.check_model(result, full_check=True)
+    _compare(graph, result, samples)
+    return result
+
+
+def _keep_contract(graph: Path, result: Path) -> None:
+    """Give the result the graph's inputs and outputs: onnxsim's own shapes must not replace the contract's axes."""
+    old, new = read_structure(graph), read_structure(result)
     for kind in ("input", "output"):
-        before, after = ([one.name for one in getattr(model.graph, kind)] for model in (graph, simpler))
+        before, after = ([one.name for one in getattr(model.graph, kind)] for model in (old, new))
         if before != after:
             raise ExportFailed(f"simplification changed the {kind}s from {before} to {after}")
-        # onnxsim's own shape inference must not replace the contract's axes.
-        del getattr(simpler.graph, kind)[:]
-        getattr(simpler.graph, kind).extend(getattr(graph.graph, kind))
-    simpler = stripped(simpler)
-    onnx.checker.check_model(simpler, full_check=True)
-    _compare(graph, simpler, samples)
-    return simpler
+        del getattr(new.graph, kind)[:]
+        getattr(new.graph, kind).extend(getattr(old.graph, kind))
+    strip(new)
+    write_structure(new, result)
 
 
-def _compare(graph: onnx.ModelProto, simpler: onnx.ModelProto, samples: list[Arrays]) -> None:
-    names = [one.name for one in graph.graph.output]
-    before, after = _session(graph), _session(simpler)
+def _compare(graph: Path, result: Path, samples: list[Arrays]) -> None:
+    names = [one.name for one in read_structure(graph).graph.output]
+    before, after = _session(graph), _session(result)
     for sample in samples:
         pairs = zip(names, before.run(None, sample), after.run(None, sample), strict=True)
         for name, expected, found in pairs:
@@ -54,8 +61,8 @@ def _compare(graph: onnx.ModelProto, simpler: onnx.ModelProto, samples: list[Arr
                 raise ExportFailed(f"simplification changed the output {name} on inputs of shapes {sizes}")
 
 
-def _session(graph: onnx.ModelProto) -> Any:
+def _session(graph: Path) -> Any:
     onnxruntime = onnxruntime_module()
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    return onnxruntime.InferenceSession(graph.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])

@@ -1,62 +1,60 @@
 """From a reference model to its two ONNX graphs, through torch's dynamo exporter and one of the two dialects."""
 
+import ast
 import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import onnx
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.export import Dim
 
 from fatdeploy.bundle import Dialect
 from fatdeploy.errors import ExportFailed, in_one_line
+from fatdeploy.export.contract import Flat
 from fatdeploy.export.dialects import OPSET, OrtSeams, StandardSeams
+from fatdeploy.export.graph_files import graphs_of, read_structure, strip, write_structure
 from fatdeploy.export.graphs import DecoderGraph, EncoderGraph
-from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.seams import Seams, speaking
-from fatdeploy.spec import TensorSpec
+from fatdeploy.spec import ModelSpec, TensorSpec
 
 DIALECTS: dict[Dialect, type[Seams]] = {"ort": OrtSeams, "standard": StandardSeams}
+SCOPES = "pkg.torch.onnx.name_scopes"
+# Where the graphs' modules hold the model.
+INNER = "model.inner."
 # Sizes of the example that is traced. All differ, so that torch never takes two axes for one; none is 1, which it would
 # take for a constant; rows are a multiple of the batch.
 EXAMPLE = {"batch": 2, "rows": 6, "source": 5, "step": 4, "capacity": 7}
 
 
-def check_expressible(model: ReferenceModel, dialect: Dialect) -> None:
-    """Raise ExportFailed, before anything is traced, for choices that a dialect has no words for."""
-    if dialect == "ort" and model.config.hybrid and model.config.copy:
-        raise ExportFailed(
-            "the ort dialect cannot skip a cross-attention whose weights the copy mechanism reads (hybrid with copy): "
-            "pass --target onnx, or use a model without one of the two"
-        )
-
-
-def traced_encoder(model: ReferenceModel, dialect: Dialect) -> onnx.ModelProto:
-    """Return the encoder graph: source in, cross keys and values out."""
+def traced_encoder(model: Flat, dialect: Dialect, path: Path) -> Path:
+    """Write the encoder graph: source in, what the decoder needs of it out."""
     spec = model.spec
-    return _traced(EncoderGraph(model), spec.encoder_inputs(), spec.encoder_outputs(), dialect, model)
+    return _traced(EncoderGraph(model), spec.encoder_inputs(), spec.encoder_outputs(), dialect, path)
 
 
-def traced_decoder(model: ReferenceModel, dialect: Dialect) -> onnx.ModelProto:
-    """Return the decoder graph of one call; with the ``ort`` dialect it computes only what is wanted."""
+def traced_decoder(model: Flat, dialect: Dialect, path: Path) -> Path:
+    """Write the decoder graph of one call; with the ``ort`` dialect it computes only what is wanted."""
     branches = dialect == "ort"
     inputs = model.spec.decoder_inputs(branches=branches)
-    return _traced(DecoderGraph(model, branches=branches), inputs, model.spec.decoder_outputs(), dialect, model)
+    return _traced(DecoderGraph(model, branches=branches), inputs, model.spec.decoder_outputs(), dialect, path)
 
 
 def _traced(
-    graph: nn.Module,
+    graph: EncoderGraph | DecoderGraph,
     inputs: tuple[TensorSpec, ...],
     outputs: tuple[TensorSpec, ...],
     dialect: Dialect,
-    model: ReferenceModel,
-) -> onnx.ModelProto:
+    path: Path,
+) -> Path:
+    spec = graph.model.spec
     # In `standard` the capacity is a number: TensorRT updates caches of a fixed length only.
-    fixed = {"capacity": model.config.max_target} if dialect == "standard" else {}
-    sizes = {**{axis: min(size, _longest(axis, model)) for axis, size in EXAMPLE.items()}, **fixed}
+    fixed = {"capacity": spec.max_target} if dialect == "standard" else {}
+    sizes = {**{axis: min(size, _longest(axis, spec)) for axis, size in EXAMPLE.items()}, **fixed}
     dynamic = [
         {i: Dim.AUTO for i, axis in enumerate(one.shape) if axis in EXAMPLE and axis not in fixed} for one in inputs
     ]
@@ -73,13 +71,17 @@ def _traced(
         )
     if program is None:
         raise ExportFailed("torch returned no graph")
-    proto = stripped(program.model_proto)
-    _name_axes(proto, inputs, outputs, fixed)
-    return proto
+    program.save(path, external_data=True)
+    traced = read_structure(path)
+    _name_nodes(traced)
+    strip(traced)
+    _name_axes(traced, inputs, outputs, fixed)
+    write_structure(traced, path)
+    return path
 
 
-def _longest(axis: str, model: ReferenceModel) -> int:
-    longest = {"source": model.config.max_source, "step": model.config.max_target, "capacity": model.config.max_target}
+def _longest(axis: str, spec: ModelSpec) -> int:
+    longest = {"source": spec.max_source, "step": spec.max_target, "capacity": spec.max_target}
     return longest.get(axis, EXAMPLE[axis])
 
 
@@ -111,28 +113,18 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def stripped(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model without what is not its graph: torch writes this machine's paths into every node."""
-    clean = onnx.ModelProto()
-    clean.CopyFrom(proto)
-    del clean.metadata_props[:]
-    for graph in graphs_of(clean.graph):
-        graph.ClearField("doc_string")
-        # Shapes inside the graph are torch's beliefs; some of ours are told to it and not true (an empty branch).
-        del graph.value_info[:], graph.metadata_props[:]
-        for part in (*graph.node, *graph.initializer, *graph.input, *graph.output):
-            part.ClearField("doc_string")
-            del part.metadata_props[:]
-    return clean
+def _name_nodes(proto: onnx.ModelProto) -> None:
+    """Call every node ``module/value``: a profile, a message and a table of weights then speak of the model's parts."""
+    for graph in graphs_of(proto.graph):
+        for node in graph.node:
+            node.name = f"{_module_of(node)}/{node.output[0]}"
 
 
-def graphs_of(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """Yield a graph and the graphs of its branches."""
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                yield from graphs_of(attribute.g)
+def _module_of(node: onnx.NodeProto) -> str:
+    """Return the path of the module that a node comes from; torch tells it for all but sizes."""
+    scopes = next((entry.value for entry in node.metadata_props if entry.key == SCOPES), "[]")
+    modules = [scope for scope in ast.literal_eval(scopes)[:-1] if scope.startswith(INNER)]
+    return str(modules[-1]).removeprefix(INNER) if modules else ""
 
 
 def _name_axes(

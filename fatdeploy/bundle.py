@@ -49,12 +49,21 @@ class Provenance:
     licence: str | None
 
 
+@dataclass(frozen=True)
+class WeightGroup:
+    """How much of the weights belongs to one part of the model; what parts share is counted once."""
+
+    tensors: int
+    parameters: int
+    bytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a bundle is, who made it and how; ``write_manifest`` fills in ``files``.
 
     ``onnxruntime`` is the range of versions that it was verified with, ``settings`` are the choices that the exporter
-    made by itself, ``histograms`` count operators: graph, then ``before`` or ``after``, then operator.
+    made by itself, ``histograms`` count operators: graph, then ``traced`` or ``simplified``, then operator.
     """
 
     spec: ModelSpec
@@ -67,6 +76,7 @@ class Manifest:
     onnxruntime: tuple[str, str] | None = None
     settings: dict[str, object] = field(default_factory=dict)
     histograms: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+    weights: dict[str, WeightGroup] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
     format: tuple[int, int] = FORMAT
 

@@ -49,9 +49,12 @@ class OrtState:
 class OrtEngine:
     """Runs a bundle's two graphs on the CPU."""
 
-    def __init__(self, bundle: Bundle, *, threads: int | None = None, spinning: bool = True) -> None:
+    def __init__(
+        self, bundle: Bundle, *, threads: int | None = None, spinning: bool = True, optimised: bool = True
+    ) -> None:
         self._ort = onnxruntime_module()
         self.spec: ModelSpec = bundle.spec
+        self._optimised = optimised
         self.branches = bundle.manifest.dialect == "ort"
         self._encoder = self._session(bundle, ENCODER, threads, spinning=spinning)
         self._decoder = self._session(bundle, DECODER, threads, spinning=spinning)
@@ -128,6 +131,8 @@ class OrtEngine:
     def _session(self, bundle: Bundle, name: str, threads: int | None, *, spinning: bool) -> Any:
         options = self._ort.SessionOptions()
         options.log_severity_level = 3
+        if not self._optimised:
+            options.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         if threads is not None:
             options.intra_op_num_threads = threads
         options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spinning else "0")

@@ -10,12 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fatdeploy.errors import BundleError, ParityFailed
-from fatdeploy.runtimes.engine import Capacity, Engine, Floats, State, Want
-from fatdeploy.spec import Mask, ModelSpec, Tokens
-
-# The size of float32 noise in logits, relative to the largest; a margin of ten times it leaves equality no excuse.
-NOISE = 1e-5
-SAFE_MARGINS = 10
+from fatdeploy.runtimes.engine import Engine, Floats, State
+from fatdeploy.runtimes.lockstep import greedy_calls
+from fatdeploy.spec import Mask, Tokens
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,9 @@ class Parity:
     probes: int
     rows: int
     tokens: int
-    largest_difference: float
+    different_tokens: int
+    largest_difference: float  # of the chosen tokens' logits
+    largest_difference_alone: float  # the same, every row of a batch decoded alone
     bound: float
     smallest_margin: float
 
@@ -78,26 +77,60 @@ def _probe(file: Mapping[str, NDArray[Any]], index: int) -> Probe:
 
 
 def verified(engine: Engine[State], probes: Sequence[Probe]) -> Parity:
-    """Return how close an engine is to the reference; a token or logit that differs is ParityFailed."""
-    differences = [_compared(engine, index, probe) for index, probe in enumerate(probes)]
+    """Return how close an engine is to the reference; a token or logit that differs is ParityFailed.
+
+    Every probe is decoded as it is; every row of a batch alone; and the largest batch a second time.
+    """
+    differences = [_compared(engine, f"probe {index}", probe) for index, probe in enumerate(probes)]
+    alone = [
+        _compared(engine, f"probe {index}, row {row} alone", row_alone(probe, row))
+        for index, probe in enumerate(probes)
+        if len(probe.source) > 1
+        for row in range(len(probe.source))
+    ]
+    _check_again(engine, max(probes, key=lambda probe: probe.source.size))
     return Parity(
         probes=len(probes),
         rows=sum(len(probe.tokens) for probe in probes),
         tokens=sum(probe.tokens.size for probe in probes),
+        different_tokens=len({token for probe in probes for token in probe.tokens.ravel().tolist()}),
         largest_difference=max(differences),
+        largest_difference_alone=max(alone, default=0.0),
         bound=max(float(probe.bounds.max()) for probe in probes),
         smallest_margin=min(float(probe.margins.min()) for probe in probes),
     )
 
 
-def _compared(engine: Engine[State], index: int, probe: Probe) -> float:
+def row_alone(probe: Probe, row: int) -> Probe:
+    """Return a row of a batch as a probe of its own, without the padding."""
+    only = slice(row, row + 1)
+    length = int(probe.mask[row].sum())
+    return Probe(
+        probe.source[only, :length],
+        probe.mask[only, :length],
+        probe.tokens[only],
+        probe.best[only],
+        probe.bounds[only],
+        probe.margins[only],
+    )
+
+
+def _check_again(engine: Engine[State], probe: Probe) -> None:
+    first, second = (
+        greedy_logits(engine, probe.source, probe.mask, probe.tokens.shape[1])[1].tobytes() for _ in range(2)
+    )
+    if first != second:
+        raise ParityFailed("the same batch decoded twice gave two answers: something is kept from the first decode")
+
+
+def _compared(engine: Engine[State], place: str, probe: Probe) -> float:
     """Return the largest difference of a chosen logit over one probe, decoded freely."""
     tokens, logits = greedy_logits(engine, probe.source, probe.mask, probe.tokens.shape[1])
     wrong = np.argwhere(tokens != probe.tokens)
     if wrong.size:
         row, step = min(wrong.tolist(), key=lambda place: place[1])
         raise ParityFailed(
-            f"probe {index}, row {row}, step {step}: the reference says token {probe.tokens[row, step]}, "
+            f"{place}, row {row}, step {step}: the reference says token {probe.tokens[row, step]}, "
             f"the engine {tokens[row, step]} (smallest margin of the row {probe.margins[row]:.1e})"
         )
     difference = np.abs(logits - probe.best)
@@ -105,7 +138,7 @@ def _compared(engine: Engine[State], index: int, probe: Probe) -> float:
     row, step = (int(place) for place in np.unravel_index(beyond.argmax(), beyond.shape))
     if not beyond[row, step] <= 1:
         raise ParityFailed(
-            f"probe {index}, row {row}, step {step}: the logit of token {tokens[row, step]} differs by "
+            f"{place}, row {row}, step {step}: the logit of token {tokens[row, step]} differs by "
             f"{difference[row, step]:.1e}, more than {probe.bounds[row]:.1e}"
         )
     return float(difference.max())
@@ -113,21 +146,6 @@ def _compared(engine: Engine[State], index: int, probe: Probe) -> float:
 
 def greedy_logits(engine: Engine[State], source: Tokens, mask: Mask, steps: int) -> tuple[Tokens, Floats]:
     """Return greedy tokens [B, T] and their logits; EOS ends nothing, so that every step is compared."""
-    spec: ModelSpec = engine.spec
-    state = engine.encode(source, mask, Capacity(1, steps))
-    if spec.decoding == "parallel":
-        return _best(engine, np.full((len(source), steps), spec.bos_id), state)
-    tokens = np.full((len(source), 1), spec.bos_id)
-    columns = []
-    for _ in range(steps):
-        tokens, best = _best(engine, tokens, state)
-        columns.append((tokens, best))
-    return np.concatenate([one for one, _ in columns], 1), np.concatenate([one for _, one in columns], 1)
-
-
-def _best(engine: Engine[State], tokens: Tokens, state: State) -> tuple[Tokens, Floats]:
-    logits = engine.step(tokens, state, Want.LOGITS).logits
-    if logits is None:
-        raise ParityFailed("the engine returned no logits although they were wanted")
-    chosen = logits.argmax(-1)
-    return chosen, np.take_along_axis(logits, chosen[..., None], -1)[..., 0]
+    columns = [(one.argmax(-1), one.max(-1)) for one in greedy_calls(engine, source, mask, steps)]
+    tokens, best = (np.concatenate(column, 1) for column in zip(*columns, strict=True))
+    return tokens, best

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from fatdeploy.bundle import Bundle, Dialect, read_bundle
-from fatdeploy.export.pipeline import write_bundle
+from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.weights import model_from_preset
 
@@ -28,4 +28,4 @@ def bundle_of(preset: str, dialect: Dialect = "ort") -> Bundle:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if folder.exists():
             return read_bundle(folder)
-        return write_bundle(model_of(preset), folder, name=preset, dialect=dialect)
+        return write_bundle(model_of(preset), folder, origin=Origin(name=preset), dialect=dialect)

@@ -10,10 +10,12 @@ from onnx import numpy_helper
 
 from fatdeploy.bundle import DECODER, ENCODER, WEIGHTS, write_manifest
 from fatdeploy.errors import BundleError, ExportFailed, SpecMismatch
+from fatdeploy.export.contract import flat_model
 from fatdeploy.export.eager import EagerEngine
-from fatdeploy.export.pipeline import write_bundle
+from fatdeploy.export.graph_files import graphs_of
+from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.presets import PRESETS
-from fatdeploy.export.trace import graphs_of, traced_encoder
+from fatdeploy.export.trace import traced_encoder
 from fatdeploy.runtimes.decode import DecodeOptions, decode
 from fatdeploy.runtimes.engine import Capacity, Want
 from fatdeploy.runtimes.ort import OrtEngine
@@ -133,7 +135,7 @@ def test_attention_is_one_op_and_a_branch_is_not_computed() -> None:
 
 def test_the_same_model_gives_the_same_bundle_byte_for_byte(tmp_path: Path) -> None:
     first = bundle_of("transformer-tiny")
-    again = write_bundle(model_of("transformer-tiny"), tmp_path / "again", name="transformer-tiny")
+    again = write_bundle(model_of("transformer-tiny"), tmp_path / "again", origin=Origin(name="transformer-tiny"))
     for name in first.manifest.files:
         assert first.file(name).read_bytes() == again.file(name).read_bytes()
     assert first.digest == again.digest
@@ -166,22 +168,13 @@ def test_bad_input_is_refused_before_anything_runs() -> None:
 @pytest.mark.parametrize("changes", [{"copy": True}, {"decoder_attention": "additive", "relative": "table"}], ids=str)
 def test_the_copy_mechanism_and_additive_attention_are_exported_exactly(changes: dict, tmp_path: Path) -> None:
     model = tiny({**changes, "encoder_layers": 1, "decoder_layers": 1, "max_source": 40, "max_target": 48})
-    engine = OrtEngine(write_bundle(model, tmp_path / "bundle", name="choice"))
+    engine = OrtEngine(write_bundle(model, tmp_path / "bundle", origin=Origin(name="choice")))
     rows = [row[:40] for row in sources(64)]
     assert decode(engine, rows) == decode(EagerEngine(model), rows)
 
 
-def test_what_a_dialect_cannot_say_is_refused_by_name_before_tracing(tmp_path: Path) -> None:
-    model = tiny({"copy": True, "hybrid": True})
-    stages: list[str] = []
-    with pytest.raises(ExportFailed, match=r"hybrid with copy\): pass --target onnx"):
-        write_bundle(model, tmp_path / "bundle", name="choice", stage=stages.append)
-    assert not stages
-    assert not (tmp_path / "bundle").exists()
-
-
-def test_a_graph_that_torch_cannot_trace_is_one_line_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_torch_cannot_trace_is_one_line_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = tiny({})
     monkeypatch.setattr(model, "encode", lambda source, mask: len(source.tolist()) and undefined)  # type: ignore[name-defined] # noqa: F821
     with pytest.raises(ExportFailed, match="torch could not trace the model"):
-        traced_encoder(model, "ort")
+        traced_encoder(flat_model(model), "ort", tmp_path / ENCODER)

@@ -18,8 +18,9 @@ from fatdeploy.errors import BundleError, ExportFailed, ParityFailed
 from fatdeploy.export.certify import drawn_probes
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.reference.checkpoint import save_checkpoint
+from fatdeploy.runtimes.lockstep import SAFE_MARGINS
 from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.verify import SAFE_MARGINS, read_probes, verified
+from fatdeploy.runtimes.verify import read_probes, verified
 from tests.bundles import bundle_of, model_of
 from tests.choices import tiny
 
@@ -160,13 +161,13 @@ def test_export_of_something_that_is_not_there_says_what_a_source_is(tmp_path: P
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from fatdeploy.export.pipeline import write_bundle
+from fatdeploy.export.pipeline import Origin, write_bundle
 from tests.choices import tiny
 def stage(name):
     if name.startswith(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)
 model = tiny({"encoder_layers": 1, "decoder_layers": 1, "max_source": 8, "max_target": 8})
-write_bundle(model, Path(sys.argv[1]), name="other", force=True, stage=stage)
+write_bundle(model, Path(sys.argv[1]), origin=Origin(name="other"), force=True, stage=stage)
 """
 
 

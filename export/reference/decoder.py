@@ -48,7 +48,7 @@ class Call:
     at: Tensor  # [t] positions of the call
     visible: Visible  # target positions [R or 1, 1, t, J]
     gate: Tensor | None  # [R, t] bool of the hybrid forward pass; None where there is none
-    weights_of: int | None  # the layer whose cross weights are wanted
+    weights_of: frozenset[int]  # the layers whose cross weights are wanted
 
 
 def seen(config: ModelConfig, at: Tensor, j: Tensor, tokens: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class CrossAttention(nn.Module):
         return mixed
 
     def forward(self, x: Tensor, memory: Memory, layer: int, at: Tensor, weigh: bool) -> Outputs:
-        """Return output [R, t, M] and, if to ``weigh``, [B, H, n, t, S]; the n rows of a source share its memory."""
+        """Return output [R, t, M] and, if to ``weigh``, [R, H, t, S]; the n rows of a source share its memory."""
         q, keys, values = self.q(x), memory.keys[layer], memory.values[layer]
         if self.plain and not weigh:
             fused = seams().attend_memory(q, keys, values, self.scores, memory.valid)
@@ -138,7 +138,7 @@ class CrossAttention(nn.Module):
         weights = self.weigh(queries, keys[:, :, None], memory.valid[:, None, None, None, :], at)
         attended = (self.dropout(weights) @ values[:, :, None]).permute(0, 2, 3, 1, 4)  # [B, n, t, H, D]
         y = self.mix(x, seams().by_row(attended, x))
-        return (y, weights) if weigh else (y,)
+        return (y, seams().weights_by_row(weights, x, memory.valid)) if weigh else (y,)
 
 
 class FastFullyConnected(CrossAttention):
@@ -190,22 +190,25 @@ class DecoderLayer(nn.Module):
 
     def attend_source(self, x: Tensor, memory: Memory, layer: int, call: Call) -> tuple[Tensor, Tensor | None]:
         """Return x after cross-attention, and its weights if wanted; where the gate is closed it adds exactly 0."""
-        h, gate, weigh = self.cross_residual.enter(x), call.gate, layer == call.weights_of
+        h, gate, weigh = self.cross_residual.enter(x), call.gate, layer in call.weights_of
 
         def act() -> Outputs:
             outputs: Outputs = self.cross(h, memory, layer, call.at, weigh)
             return outputs
 
         def blank() -> Outputs:
-            batch, source = memory.valid.shape
-            weights = h.new_zeros(batch, self.cross.heads, h.shape[0] // batch, h.shape[1], source)
-            return (torch.zeros_like(h), weights) if weigh else (torch.zeros_like(h),)
+            if not weigh:
+                return (torch.zeros_like(h),)
+            return torch.zeros_like(h), h.new_zeros(h.shape[0], self.cross.heads, h.shape[1], memory.valid.shape[1])
 
         outputs = act() if gate is None else seams().unless(~gate.any(), act, blank)
         if outputs is None:
             return self.cross_residual.leave(x, None), None
-        y = outputs[0] if gate is None else outputs[0] * gate[..., None]
-        return self.cross_residual.leave(x, y), outputs[1] if weigh else None
+        if gate is not None:
+            # A closed row has the same output and weights, whether other rows kept the sub-layer going or not.
+            open_ = gate.to(h.dtype)
+            outputs = outputs[0] * open_[..., None], *(one * open_[:, None, :, None] for one in outputs[1:])
+        return self.cross_residual.leave(x, outputs[0]), outputs[1] if weigh else None
 
 
 class Decoder(nn.Module):
@@ -235,7 +238,7 @@ class Decoder(nn.Module):
             shapes = []
         return DecoderState(0, [tuple(like.new_zeros(shape) for shape in shapes) for _ in self.layers])
 
-    def call(self, tokens: Tensor, state: DecoderState, gate: Tensor | None, weights_of: int | None) -> Call:
+    def call(self, tokens: Tensor, state: DecoderState, gate: Tensor | None, weights_of: frozenset[int]) -> Call:
         """Return what the layers share in a call on tokens [R, t]."""
         steps, config = tokens.shape[1], self.config
         at = torch.arange(steps, device=tokens.device) + state.position
@@ -251,14 +254,15 @@ class Decoder(nn.Module):
 
     def forward(
         self, x: Tensor, state: DecoderState, memory: Memory, call: Call
-    ) -> tuple[Tensor, Tensor | None, DecoderState]:
-        """Return hidden states [R, t, M], the wanted cross weights [B, H, n, t, S] if executed, and the next state."""
-        wanted: Tensor | None = None
+    ) -> tuple[Tensor, dict[int, Tensor], DecoderState]:
+        """Return hidden states [R, t, M], wanted cross weights [R, H, t, S] by layer if executed, the next state."""
+        wanted: dict[int, Tensor] = {}
         following = []
         for index, layer in enumerate(self.stack()):
             x, layer_state = layer.attend_self(x, state.layers[index], call, state.position)
             x, weights = layer.attend_source(x, memory, index, call)
-            wanted = weights if weights is not None else wanted
+            if weights is not None:
+                wanted[index] = weights
             x = layer.ffn(x)
             following.append(layer_state)
         hidden = x if self.norm is None else self.norm(x)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from fatdeploy.export.reference.attention import (
     FeatureMap,
@@ -79,12 +80,28 @@ class SlowAttention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, h: Tensor, source: Source) -> Tensor:
-        k, v = (split_heads(part, self.heads) for part in self.kv(h).chunk(2, -1))
-        a = split_heads(self.q(source.embedded), self.heads) @ self.turn_queries.transpose(-1, -2)
-        c = k @ self.turn_keys.transpose(-1, -2)
+        if seams().folds:
+            a = split_heads(linear(source.embedded, *self._turned(self.q, self.turn_queries)), self.heads)
+            c, v = (
+                split_heads(part, self.heads) for part in linear(h, *self._turned(self.kv, self.turn_keys)).chunk(2, -1)
+            )
+        else:
+            k, v = (split_heads(part, self.heads) for part in self.kv(h).chunk(2, -1))
+            a = split_heads(self.q(source.embedded), self.heads) @ self.turn_queries.transpose(-1, -2)
+            c = k @ self.turn_keys.transpose(-1, -2)
         mixed = merge_heads(self.dropout(source.visible.weights(slow_scores(a, c))) @ v)
         gated: Tensor = self.out(mixed * self.gate(source.embedded).sigmoid())
         return gated
+
+    def _turned(self, projection: nn.Linear, turn: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weight and bias of a projection whose first M outputs are turned, head by head."""
+        width = turn.shape[0] * turn.shape[1]
+        weight, bias = projection.weight, projection.bias
+        turned = (turn @ weight[:width].view(*turn.shape[:2], -1)).flatten(0, 1)
+        return (
+            torch.cat([turned, weight[width:]]),
+            torch.cat([(turn @ bias[:width].view(*turn.shape[:2], 1)).flatten(), bias[width:]]),
+        )
 
 
 class LinformerAttention(SoftmaxAttention):

@@ -21,7 +21,7 @@ class Decoded:
     """What the decoder made of one call, before it is turned into scores of the vocabulary."""
 
     hidden: Tensor  # [R, t, M], what the output matrix multiplies
-    weights: Tensor | None  # [B, H, n, t, S] of one cross-attention; None if not wanted or not executed
+    weights: dict[int, Tensor]  # [R, H, t, S] of cross-attentions by layer, those wanted and executed
     copy_gate: Tensor | None  # [R, t, 1], how much is generated rather than copied; None without copy
 
 
@@ -95,6 +95,10 @@ class ReferenceModel(nn.Module):
     def _has_length_head(self) -> bool:
         return self.config.parallel and self.config.length == "head"
 
+    @property
+    def _last(self) -> int:
+        return self.config.decoder_layers - 1
+
     def encode(self, source: Tensor, source_mask: Tensor) -> Memory:
         """Return all that the decoder needs of source [B, S]; the mask is True at real tokens, padding on the right."""
         if not torch.compiler.is_exporting():
@@ -132,13 +136,14 @@ class ReferenceModel(nn.Module):
     ) -> tuple[Decoded, DecoderState]:
         """Return what the decoder makes of ``tokens`` [R, t], without the vocabulary's scores, and the next state.
 
-        Cross weights are those of layer ``weights_of``; with the copy mechanism, which needs them, of the last.
+        Cross weights are those of layer ``weights_of`` and, with the copy mechanism, of the last.
         """
         if not torch.compiler.is_exporting():
             self._check_step(tokens, state, memory)
         gate = self._gate(tokens, memory)
-        weights_of = self.config.decoder_layers - 1 if self.config.copy else weights_of
-        call = self.decoder.call(tokens, state, gate, weights_of)
+        copied_from = self._last if self.config.copy else None
+        wanted = frozenset(layer for layer in (weights_of, copied_from) if layer is not None)
+        call = self.decoder.call(tokens, state, gate, wanted)
         embedded = self.target_embedding(tokens) * self.scale
         if gate is not None:
             embedded = embedded * gate[..., None]
@@ -152,8 +157,8 @@ class ReferenceModel(nn.Module):
         if decoded.copy_gate is None:
             return logits
         probability = decoded.copy_gate * logits.softmax(-1)
-        if decoded.weights is not None:
-            mean = decoded.weights.mean(1).flatten(0, 1) * (1 - decoded.copy_gate)  # [R, t, S]
+        if self._last in decoded.weights:
+            mean = decoded.weights[self._last].mean(1) * (1 - decoded.copy_gate)  # [R, t, S]
             probability = seams().copied(probability, mean, memory.source)
         return (probability + 1e-9).log()
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fatdeploy.export.reference.config import ModelConfig
+from fatdeploy.export.reference.seams import seams
 
 RELATIVE_WINDOW = 16
 
@@ -39,6 +40,9 @@ class Positions(nn.Module):
         """Return x [R, L, M] with what belongs to the positions ``at`` [L] added."""
         if self.table is None:
             return x
+        if self.reach and seams().folds:
+            everywhere = torch.arange(self.table.shape[0], device=at.device)
+            return x + (self.table + self._correlated(self.table, everywhere)).index_select(0, at)
         x = x + self.table.index_select(0, at)  # a plain gather in a graph, unlike an index in brackets
         return x + self._correlated(self.table, at) if self.reach else x
 

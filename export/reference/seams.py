@@ -19,6 +19,9 @@ Outputs = tuple[Tensor, ...]
 class Seams:
     """What the seams do in PyTorch."""
 
+    # Whether what depends on weights alone is computed from them, for an optimiser to do once, instead of from inputs.
+    folds = False
+
     def n_keys(self, position: Position, steps: int, capacity: int) -> int:  # noqa: ARG002
         """Return how many target positions a call's queries are compared with: all that are written after it."""
         return int(position) + steps
@@ -50,6 +53,10 @@ class Seams:
     def by_row(self, x: Tensor, like: Tensor) -> Tensor:
         """Return x in the shape of ``like``: the way back from ``by_source``."""
         return x.reshape(like.shape)
+
+    def weights_by_row(self, weights: Tensor, rows: Tensor, valid: Tensor) -> Tensor:  # noqa: ARG002
+        """Return weights [B, H, n, t, S] as [R, H, t, S], for ``rows`` [R, t, …] and the sources' mask [B, S]."""
+        return weights.transpose(1, 2).flatten(0, 1)
 
     def unless(self, idle: Tensor, act: Callable[[], Outputs], blank: Callable[[], Outputs]) -> Outputs | None:  # noqa: ARG002
         """Return what ``act`` gives; if ``idle`` is true it is not executed, and None or ``blank`` takes its place."""

@@ -1,0 +1,61 @@
+"""Compare a bundle with its live model on fresh random sources, ties counted apart."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+
+import numpy as np
+
+from fatdeploy.bundle import Bundle
+from fatdeploy.errors import SpecMismatch, in_one_line
+from fatdeploy.export.contract import Choices, Flat, flat_model
+from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.sources import model_from_source
+from fatdeploy.runtimes.engine import Engine
+from fatdeploy.runtimes.lockstep import Agreement, agreement_of, compared
+from fatdeploy.spec import Mask, ModelSpec, Tokens
+
+BATCH, NEW_TOKENS = 8, 48
+
+Batches = list[tuple[Tokens, Mask]]
+# Shows how far a list has come while it is gone through.
+Watched = Callable[[Batches], AbstractContextManager[Iterable[tuple[Tokens, Mask]]]]
+
+
+def compared_with_model(
+    bundle: Bundle, engine: Engine[object], source: str, count: int, seed: int, watched: Watched
+) -> Agreement:
+    """Return how close a bundle is to the model it is said to come from; a miss is ParityFailed."""
+    model, _ = model_from_source(source)
+    reference = EagerEngine(_like(bundle.spec, flat_model(model), source))
+    steps = min(NEW_TOKENS, bundle.spec.max_target)
+    with watched(list(drawn_batches(bundle.spec, count, seed))) as batches:
+        return agreement_of([compared(engine, reference, ids, mask, steps) for ids, mask in batches])
+
+
+def _like(spec: ModelSpec, model: Flat, source: str) -> Flat:
+    """Return the model with the choices that the bundle was exported with; refuse another model."""
+    choices = Choices(
+        max_source=spec.max_source,
+        max_target=spec.max_target,
+        top_k=spec.top_k,
+        attention_layer=None if spec.alignment is None else spec.alignment.layer,
+    )
+    chosen = flat_model(model.inner, choices)
+    found, expected = chosen.spec.to_dict(), spec.to_dict()
+    reasons = [
+        f"{name} is {found[name]}, the bundle's {expected[name]}" for name in found if found[name] != expected[name]
+    ]
+    if reasons:
+        raise SpecMismatch(in_one_line(f"{source} is not the model of this bundle", reasons))
+    return chosen
+
+
+def drawn_batches(spec: ModelSpec, count: int, seed: int) -> Iterator[tuple[Tokens, Mask]]:
+    """Yield random sources of random lengths, padded, in batches of up to eight."""
+    draw = np.random.default_rng(seed)
+    special = {spec.pad_id, spec.bos_id, spec.eos_id}
+    ordinary = [token for token in range(spec.vocab_size) if token not in special]
+    for start in range(0, count, BATCH):
+        lengths = draw.integers(1, spec.max_source + 1, min(BATCH, count - start))
+        mask = np.arange(lengths.max()) < lengths[:, None]
+        yield np.where(mask, draw.choice(ordinary, mask.shape), spec.pad_id), mask

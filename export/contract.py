@@ -1,0 +1,220 @@
+"""Models as the contract sees them: tensors in the order of its spec, whoever wrote the model."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fatdeploy.errors import ConfigError, in_one_line
+from fatdeploy.export.reference.decoder import DecoderState
+from fatdeploy.export.reference.decoder import Memory as ReferenceMemory
+from fatdeploy.export.reference.model import ReferenceModel
+from fatdeploy.export.reference.seams import Position, seams
+from fatdeploy.spec import AlignmentSpec, ModelSpec
+
+Tensors = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The source, and what ``encode`` made of it. R rows of tokens share B sources: R = B·n."""
+
+    source: Tensor  # [B, S] ids
+    mask: Tensor  # [B, S], True = a real token
+    tensors: Tensors  # as the spec's ``memory`` describes them
+
+    def by_source(self, x: Tensor) -> Tensor:
+        """Return x [R, t, …] as [B, n, t, …], so that the n rows of a source meet its tensors without copies."""
+        return seams().by_source(x, self.source)
+
+    def by_row(self, x: Tensor, like: Tensor) -> Tensor:
+        """Return x [B, n, t, …] in the shape of ``like`` [R, t, …]."""
+        return seams().by_row(x, like)
+
+
+@dataclass(frozen=True)
+class State:
+    """How many positions were fed before (a tensor without axes), and what ``start`` or the last step returned."""
+
+    position: Tensor
+    tensors: Tensors  # as the spec's ``state`` describes them
+
+
+class OwnModel(Protocol):
+    """A model of your own: a contract and four methods. An nn.Module, so that its weights are found."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The contract: sizes, ids, and the tensors of memory and state."""
+        ...
+
+    def encode(self, source: Tensor, source_mask: Tensor) -> Tensors:
+        """Return the memory: all that the decoder needs of source [B, S]."""
+        ...
+
+    def start(self, memory: Memory) -> Tensors:
+        """Return the state before the first token, one row a source."""
+        ...
+
+    def step(self, tokens: Tensor, state: State, memory: Memory) -> tuple[Tensor, Tensors]:
+        """Return logits [R, t, V] after tokens [R, t], and the next state."""
+        ...
+
+    def forward(self, source: Tensor, source_mask: Tensor, target_in: Tensor) -> Tensor:
+        """Return logits [B, T, V] of a whole target at once."""
+        ...
+
+
+@dataclass(frozen=True)
+class Called:
+    """What a call of the decoder gave, before logits are asked for."""
+
+    hidden: Tensor | None
+    attention: Tensor | None
+    inner: Any  # what the model itself needs to make logits of it
+
+
+class Flat(nn.Module):
+    """A model behind flat tensors: what graphs are traced from, and what the eager engine runs."""
+
+    spec: ModelSpec
+    inner: nn.Module
+
+    def encoded(self, source: Tensor, mask: Tensor) -> Tensors:
+        """Return the encoder graph's outputs."""
+        raise NotImplementedError
+
+    def started(self, memory: Memory, capacity: int) -> Tensors:
+        """Return the state before the first token."""
+        raise NotImplementedError
+
+    def called(self, tokens: Tensor, position: Position, past: Tensors, memory: Memory) -> tuple[Called, Tensors]:
+        """Return what the decoder makes of ``tokens``, and the next state."""
+        raise NotImplementedError
+
+    def logits(self, called: Called, memory: Memory) -> Tensor:
+        """Return the scores of the vocabulary."""
+        raise NotImplementedError
+
+
+class FlatReference(Flat):
+    """A model of the FAT family."""
+
+    def __init__(self, model: ReferenceModel, spec: ModelSpec) -> None:
+        super().__init__()
+        self.inner: ReferenceModel = model
+        self.spec = spec
+
+    def encoded(self, source: Tensor, mask: Tensor) -> Tensors:
+        memory = self.inner.encode(source, mask)
+        pairs = [tensor for pair in zip(memory.keys, memory.values, strict=True) for tensor in pair]
+        if memory.length_logits is None:
+            return tuple(pairs)
+        return (*pairs, memory.length_logits.log_softmax(-1)[:, : self.spec.max_target])
+
+    def started(self, memory: Memory, capacity: int) -> Tensors:
+        state = self.inner.start(self._memory(memory), capacity)
+        return tuple(tensor for layer in state.layers for tensor in layer)
+
+    def called(self, tokens: Tensor, position: Position, past: Tensors, memory: Memory) -> tuple[Called, Tensors]:
+        layers = self.inner.config.decoder_layers
+        each = len(past) // layers
+        state = DecoderState(position, [past[index * each : (index + 1) * each] for index in range(layers)])
+        layer = None if self.spec.alignment is None else self.spec.alignment.layer
+        decoded, state = self.inner.decode(tokens, state, self._memory(memory), weights_of=layer)
+        attention = None if layer is None else decoded.weights.get(layer, self._no_attention(decoded.hidden, memory))
+        return Called(decoded.hidden, attention, decoded), tuple(tensor for one in state.layers for tensor in one)
+
+    def logits(self, called: Called, memory: Memory) -> Tensor:
+        return self.inner.logits(called.inner, self._memory(memory))
+
+    def _memory(self, memory: Memory) -> ReferenceMemory:
+        used = memory.tensors[: len(self.spec.memory)]
+        return ReferenceMemory(memory.source, memory.mask, list(used[::2]), list(used[1::2]))
+
+    def _no_attention(self, hidden: Tensor, memory: Memory) -> Tensor:
+        return hidden.new_zeros(hidden.shape[0], self.inner.config.heads, hidden.shape[1], memory.mask.shape[1])
+
+
+class FlatOwn(Flat):
+    """A model of somebody else's."""
+
+    def __init__(self, model: nn.Module, spec: ModelSpec) -> None:
+        super().__init__()
+        self.inner: Any = model
+        self.spec = spec
+
+    def encoded(self, source: Tensor, mask: Tensor) -> Tensors:
+        return tuple(self.inner.encode(source, mask))
+
+    def started(self, memory: Memory, capacity: int) -> Tensors:  # noqa: ARG002
+        return tuple(self.inner.start(memory))
+
+    def called(self, tokens: Tensor, position: Position, past: Tensors, memory: Memory) -> tuple[Called, Tensors]:
+        logits, present = self.inner.step(tokens, State(torch.as_tensor(position), past), memory)
+        return Called(None, None, logits), tuple(present)
+
+    def logits(self, called: Called, memory: Memory) -> Tensor:  # noqa: ARG002
+        logits: Tensor = called.inner
+        return logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What an export may choose of a model's contract; None leaves what the model says."""
+
+    max_source: int | None = None
+    max_target: int | None = None
+    top_k: int | None = None  # best tokens that a step can return
+    attention_layer: int | None = None  # the layer whose cross-attention weights a step returns
+
+    def applied(self, spec: ModelSpec, model: nn.Module) -> ModelSpec:
+        """Return the model's contract with these choices in it; all that cannot be had is one ConfigError."""
+        most = {"max_source": spec.max_source, "max_target": spec.max_target, "top_k": spec.vocab_size}
+        chosen = {name: getattr(self, name) for name in most if getattr(self, name) is not None}
+        reasons = [
+            f"{name} must lie in 1…{most[name]}, found {value}"
+            for name, value in chosen.items()
+            if not 1 <= value <= most[name]
+        ]
+        reasons += self._wrong_layer(model)
+        if reasons:
+            raise ConfigError(in_one_line("the model cannot be exported so", reasons))
+        if isinstance(model, ReferenceModel) and self.attention_layer is not None:
+            chosen["alignment"] = AlignmentSpec(self.attention_layer, model.config.heads)
+        return replace(spec, **chosen)
+
+    def _wrong_layer(self, model: nn.Module) -> list[str]:
+        if self.attention_layer is None:
+            return []
+        if not isinstance(model, ReferenceModel):
+            return ["attention of a model of your own is not known to the exporter"]
+        last = model.config.decoder_layers - 1
+        found = self.attention_layer
+        return [] if 0 <= found <= last else [f"attention must be a decoder layer in 0…{last}, found {found}"]
+
+
+def flat_model(model: object, choices: Choices | None = None) -> Flat:
+    """Return a model, one of ours or of your own, behind flat tensors."""
+    if isinstance(model, Flat):
+        return model
+    reasons = lacking(model)
+    if reasons or not isinstance(model, nn.Module):
+        raise ConfigError(in_one_line(f"a {type(model).__name__} is not a model that can be exported", reasons))
+    choices = choices or Choices()
+    if isinstance(model, ReferenceModel):
+        return FlatReference(model.eval(), choices.applied(model.spec, model))
+    spec: ModelSpec = getattr(model, "spec")  # noqa: B009 - nn.Module declares every attribute a tensor or a module
+    return FlatOwn(model.eval(), choices.applied(spec, model))
+
+
+def lacking(model: object) -> list[str]:
+    """Say what an object lacks of ``OwnModel``."""
+    reasons = [] if isinstance(model, nn.Module) else ["it must be a torch.nn.Module, so that its weights are found"]
+    if not isinstance(getattr(model, "spec", None), ModelSpec):
+        reasons.append("it has no spec (a fatdeploy.spec.ModelSpec)")
+    methods = [name for name in ("encode", "start", "step") if not callable(getattr(model, name, None))]
+    if getattr(type(model), "forward", nn.Module.forward) is nn.Module.forward:
+        methods.append("forward")
+    return reasons + [f"it has no method {name}" for name in methods]

@@ -1,0 +1,66 @@
+"""ONNX graphs on disk: a graph's structure is read and written here, its weights stay in files of their own.
+
+protobuf cannot write a message of more than 2 GB, so no graph is ever held together with its weights.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+from onnx import numpy_helper
+
+from fatdeploy.errors import ExportFailed
+
+LARGEST_STRUCTURE = 2**31 - 1
+
+
+def read_structure(path: Path) -> onnx.ModelProto:
+    """Return a graph without the weights that it refers to."""
+    return onnx.load(path, load_external_data=False)
+
+
+def write_structure(model: onnx.ModelProto, path: Path) -> None:
+    """Write a graph; the same graph gives the same bytes."""
+    size = model.ByteSize()
+    if size > LARGEST_STRUCTURE:
+        raise ExportFailed(f"the structure of {path.name} has {size} bytes, more than {LARGEST_STRUCTURE}")
+    path.write_bytes(model.SerializeToString(deterministic=True))
+
+
+def tensor_data(tensor: onnx.TensorProto, folder: Path) -> bytes:
+    """Return the raw bytes of a tensor, wherever it keeps them."""
+    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+        data: bytes = numpy_helper.to_array(tensor).tobytes()
+        return data
+    place = {entry.key: entry.value for entry in tensor.external_data}
+    with (folder / place["location"]).open("rb") as file:
+        file.seek(int(place.get("offset", 0)))
+        return bytes(file.read(int(place["length"])))
+
+
+def graphs_of(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Yield a graph and the graphs of its branches."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from graphs_of(attribute.g)
+
+
+def op_histogram(path: Path) -> dict[str, int]:
+    """Return how often each op stands in a graph and its branches, by name."""
+    counts = Counter(node.op_type for part in graphs_of(read_structure(path).graph) for node in part.node)
+    return dict(sorted(counts.items()))
+
+
+def strip(model: onnx.ModelProto) -> None:
+    """Take away what is not the graph: torch writes this machine's paths into every node."""
+    del model.metadata_props[:]
+    for graph in graphs_of(model.graph):
+        graph.ClearField("doc_string")
+        # Shapes inside the graph are torch's beliefs; some of ours are told to it and not true (an empty branch).
+        del graph.value_info[:], graph.metadata_props[:]
+        for part in (*graph.node, *graph.initializer, *graph.input, *graph.output):
+            part.ClearField("doc_string")
+            del part.metadata_props[:]

@@ -1,0 +1,97 @@
+"""Models of your own: found by ``package.module:factory``, and checked against their description before tracing."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fatdeploy.errors import ConfigError, ExportFailed, in_one_line
+from fatdeploy.export.contract import Flat, Memory, flat_model
+from fatdeploy.spec import TensorSpec
+
+# A source of three tokens beside one of two, and so many target tokens: enough to see padding, rows and a second step.
+LENGTHS, STEPS = (3, 2), 4
+
+
+def is_factory(source: str) -> bool:
+    """Return whether a source is written ``package.module:factory``."""
+    module, colon, name = source.partition(":")
+    return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+def model_from_factory(source: str) -> nn.Module:
+    """Return what ``package.module:factory`` makes; modules are found as ``python -m`` finds them."""
+    module_name, _, name = source.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        factory = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{source} cannot be had: {error}; expected package.module:factory") from error
+    model = factory()
+    check_own_model(flat_model(model))
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{source} returned a {type(model).__name__}, expected a torch.nn.Module")
+    return model
+
+
+@torch.inference_mode()
+def check_own_model(model: Flat) -> None:
+    """Raise ExportFailed unless memory and state are as described, and ``forward`` agrees with repeated steps."""
+    spec = model.spec
+    lengths = np.minimum(LENGTHS, spec.max_source)
+    steps = min(STEPS, spec.max_target)
+    draw = np.random.default_rng(0)
+    mask = torch.from_numpy(np.arange(lengths.max()) < lengths[:, None])
+    source = torch.from_numpy(draw.integers(0, spec.vocab_size, mask.shape)).masked_fill(~mask, spec.pad_id)
+    tokens = torch.from_numpy(draw.integers(0, spec.vocab_size, (len(lengths), steps)))
+    tokens[:, 0] = spec.bos_id
+    memory = Memory(source, mask, model.encoded(source, mask))
+    state = model.started(memory, spec.max_target)
+    sizes = {"batch": len(lengths), "rows": len(lengths), "source": int(lengths.max()), "capacity": spec.max_target}
+    reasons = [*wrong_tensors("encode", memory.tensors, spec.memory, sizes)]
+    reasons += wrong_tensors("start", state, spec.state, sizes)
+    if reasons:
+        raise ExportFailed(in_one_line("the model is not what its spec says", reasons))
+    whole = model.inner(source, mask, tokens)
+    for position in range(steps):
+        called, state = model.called(tokens[:, position : position + 1], position, state, memory)
+        reasons = wrong_tensors("step", state, spec.state, sizes)
+        found, expected = model.logits(called, memory)[:, 0], whole[:, position]
+        if found.shape != (len(lengths), spec.vocab_size):
+            reasons.append(
+                f"step gave logits {list(found.shape)} a position, expected {[len(lengths), spec.vocab_size]}"
+            )
+        if reasons:
+            raise ExportFailed(in_one_line("the model is not what its spec says", reasons))
+        check_equal(position, found, expected)
+
+
+def check_equal(position: int, found: Tensor, expected: Tensor) -> None:
+    """Raise ExportFailed unless a step gave what ``forward`` gives at its position."""
+    bound = 1e-5 * max(1.0, float(expected.abs().max()))
+    difference = float((found - expected).abs().max())
+    if not difference <= bound:
+        raise ExportFailed(
+            f"step and forward disagree at position {position} by {difference:.1e} in logits, more than {bound:.1e}; "
+            "the state must carry all that forward knows of the positions before"
+        )
+
+
+def wrong_tensors(
+    method: str, tensors: tuple[Tensor, ...], specs: tuple[TensorSpec, ...], sizes: dict[str, int]
+) -> list[str]:
+    """Say what of a method's tensors is not as the spec describes it."""
+    if len(tensors) != len(specs):
+        return [f"{method} returned {len(tensors)} tensors, the spec describes {len(specs)}"]
+    reasons = []
+    for tensor, spec in zip(tensors, specs, strict=True):
+        found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        expected = f"{spec.dtype} {list(spec.sized(sizes))}"
+        if found != expected:
+            reasons.append(f"{method} returned {spec.name} as {found}, the spec says {expected}")
+    return reasons

@@ -1,0 +1,143 @@
+"""Two engines side by side, both fed what the first one chose: every logit of every step is compared. No torch."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fatdeploy.errors import ParityFailed
+from fatdeploy.runtimes.engine import Capacity, Engine, Floats, State, Want
+from fatdeploy.spec import Mask, Tokens
+
+# The size of float32 noise in logits, relative to the largest; a margin of ten times it leaves equality no excuse, one
+# within twice it is a tie, which two correct computations may decide differently.
+NOISE = 1e-5
+SAFE_MARGINS = 10
+TIE_MARGINS = 2
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two engines said of a batch; arrays are [B, T]."""
+
+    expected: Tokens
+    found: Tokens
+    differences: Floats  # the largest of any logit of the vocabulary
+    margins: Floats  # between the reference's best and second best logit
+    bounds: NDArray[np.float64]  # [B], how far two correct fp32 computations of a row's logits may be apart
+
+    @property
+    def ties(self) -> NDArray[np.bool_]:
+        """Where another token was chosen, but the reference's margin is within the noise."""
+        near: NDArray[np.bool_] = self.margins <= TIE_MARGINS * self.bounds[:, None]
+        ties: NDArray[np.bool_] = near & (self.expected != self.found)
+        return ties
+
+    @property
+    def misses(self) -> NDArray[np.bool_]:
+        """Where the engine is wrong: another token without the excuse of a tie, or a logit beyond its bound."""
+        within: NDArray[np.bool_] = self.differences <= self.bounds[:, None]  # NaN is not
+        misses: NDArray[np.bool_] = ~within | ((self.expected != self.found) & ~self.ties)
+        return misses
+
+    @property
+    def first_miss(self) -> tuple[int, int] | None:
+        """Return row and step of the earliest miss."""
+        places = np.argwhere(self.misses)
+        if not places.size:
+            return None
+        row, step = min(places.tolist(), key=lambda place: (place[1], place[0]))
+        return row, step
+
+    def described(self, row: int, step: int) -> str:
+        """Say what is wrong at a place."""
+        said = f"logits differ by {self.differences[row, step]:.1e}, bound {self.bounds[row]:.1e}"
+        if self.expected[row, step] == self.found[row, step]:
+            return f"row {row}, step {step}: {said}"
+        return (
+            f"row {row}, step {step}: the reference says token {self.expected[row, step]} (margin "
+            f"{self.margins[row, step]:.1e}), the engine {self.found[row, step]}; {said}"
+        )
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How close an engine is to the reference over several comparisons without a miss."""
+
+    rows: int
+    tokens: int
+    ties: int
+    largest_difference: float
+    largest_of_bound: float  # the same, as a part of its bound
+    smallest_margin: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compared(engine: Engine[Any], reference: Engine[Any], source: Tokens, mask: Mask, steps: int) -> Comparison:
+    """Return what an engine and the reference say of a batch; both read the reference's tokens, EOS ends nothing."""
+    # Only a few numbers of each step's logits are kept: all of them would be half a gigabyte for a base model.
+    columns = [
+        (one.argmax(-1), other.argmax(-1), np.abs(one - other).max(-1), margins_of(one), np.abs(one).max(-1))
+        for one, other in _side_by_side(reference, engine, source, mask, steps)
+    ]
+    expected, found, differences, margins, sizes = (np.concatenate(column, 1) for column in zip(*columns, strict=True))
+    return Comparison(expected, found, differences, margins, NOISE * np.maximum(1.0, sizes.max(1)))
+
+
+def agreement_of(comparisons: Sequence[Comparison]) -> Agreement:
+    """Return what comparisons found; a miss is ParityFailed."""
+    for index, one in enumerate(comparisons):
+        place = one.first_miss
+        if place is not None:
+            raise ParityFailed(f"batch {index}, {one.described(*place)}")
+    return Agreement(
+        rows=sum(len(one.expected) for one in comparisons),
+        tokens=sum(one.expected.size for one in comparisons),
+        ties=int(sum(one.ties.sum() for one in comparisons)),
+        largest_difference=max(float(one.differences.max()) for one in comparisons),
+        largest_of_bound=max(float((one.differences / one.bounds[:, None]).max()) for one in comparisons),
+        smallest_margin=min(float(one.margins.min()) for one in comparisons),
+    )
+
+
+def margins_of(logits: Floats) -> Floats:
+    """Return how far the best logit is above the second best."""
+    top: Floats = np.partition(logits, -2, axis=-1)[..., -2:]
+    margins: Floats = top[..., 1] - top[..., 0]
+    return margins
+
+
+def greedy_calls(engine: Engine[State], source: Tokens, mask: Mask, steps: int) -> Iterator[Floats]:
+    """Yield the logits [B, t, V] of each call of a greedy decode that EOS does not end."""
+    for logits, _ in _side_by_side(engine, None, source, mask, steps):
+        yield logits
+
+
+def _side_by_side(
+    leader: Engine[Any], follower: Engine[Any] | None, source: Tokens, mask: Mask, steps: int
+) -> Iterator[tuple[Floats, Floats]]:
+    """Yield both engines' logits of each call; a leader alone is its own follower."""
+    spec = leader.spec
+    engines = [leader] if follower is None else [leader, follower]
+    states = [engine.encode(source, mask, Capacity(1, steps)) for engine in engines]
+    parallel = spec.decoding == "parallel"
+    tokens = np.full((len(source), steps if parallel else 1), spec.bos_id)
+    try:
+        for _ in range(1 if parallel else steps):
+            said = [_logits(engine, tokens, state) for engine, state in zip(engines, states, strict=True)]
+            yield said[0], said[-1]
+            tokens = said[0].argmax(-1)
+    finally:
+        for engine, state in zip(engines, states, strict=True):
+            engine.release(state)
+
+
+def _logits(engine: Engine[State], tokens: Tokens, state: State) -> Floats:
+    logits = engine.step(tokens, state, Want.LOGITS).logits
+    if logits is None:
+        raise ParityFailed("the engine returned no logits although they were wanted")
+    return logits
