@@ -135,6 +135,8 @@ def _values(stage: Stage, part: str, feeds: Arrays, names: list[str] | None = No
     """Return values of a graph, all of them unless said, as onnxruntime computes them for one call."""
     model = read_structure(stage.bundle.path / part)
     names = list(_modules_of_values(stage, part)) if names is None else names
+    if not names:  # onnxruntime would take an empty list for all outputs
+        return {}
     there = {one.name for one in model.graph.output}
     model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in there)
     # Beside the weights, which it refers to.

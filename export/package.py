@@ -31,16 +31,18 @@ def write_graphs(graphs: Mapping[str, Path], folder: Path) -> dict[str, WeightGr
             parts = _parts_of_tensors(graph.graph)
             for tensor in (one for part in graphs_of(graph.graph) for one in part.initializer):
                 data = tensor_data(tensor, path.parent)
+                key = hashlib.sha256(data).hexdigest(), len(data)
+                if key not in offsets and tensor.dims and tensor.data_type == onnx.TensorProto.FLOAT:
+                    part = parts.get(tensor.name, "")
+                    groups[part] = _grown(groups.get(part), math.prod(tensor.dims), len(data))
                 if len(data) < INLINE_BELOW:
+                    offsets[key] = -1
                     _hold(tensor, data)
                     continue
-                key = hashlib.sha256(data).hexdigest(), len(data)
                 if key not in offsets:
                     weights.write(b"\0" * (-weights.tell() % ALIGNMENT))
                     offsets[key] = weights.tell()
                     weights.write(data)
-                    part = parts.get(tensor.name, "")
-                    groups[part] = _grown(groups.get(part), math.prod(tensor.dims), len(data))
                 _point(tensor, offsets[key], len(data))
             write_structure(graph, folder / name)
     return dict(sorted(groups.items()))
@@ -58,7 +60,7 @@ def _parts_of_tensors(graph: onnx.GraphProto) -> dict[str, str]:
         module = node.name.partition("/")[0]
         for name in node.input:
             # A node outside all modules, such as the output projection, reads a tensor that has a name of its own.
-            part = module or name.removeprefix(INNER).rpartition(".")[0] or name
+            part = module or name.removeprefix(INNER).rpartition(".")[0]
             parts.setdefault(name, re.sub(r"(?<=\.)\d+(?=\.|$)", "*", part))
     return parts
 

@@ -17,7 +17,7 @@ from fatdeploy.bundle import Dialect
 from fatdeploy.errors import ExportFailed, in_one_line
 from fatdeploy.export.contract import Flat
 from fatdeploy.export.dialects import OPSET, OrtSeams, StandardSeams
-from fatdeploy.export.graph_files import graphs_of, read_structure, strip, write_structure
+from fatdeploy.export.graph_files import read_structure, strip, write_structure
 from fatdeploy.export.graphs import DecoderGraph, EncoderGraph
 from fatdeploy.export.reference.seams import Seams, speaking
 from fatdeploy.spec import ModelSpec, TensorSpec
@@ -73,7 +73,7 @@ def _traced(
         raise ExportFailed("torch returned no graph")
     program.save(path, external_data=True)
     traced = read_structure(path)
-    _name_nodes(traced)
+    _name_nodes(traced.graph)
     strip(traced)
     _name_axes(traced, inputs, outputs, fixed)
     write_structure(traced, path)
@@ -113,11 +113,15 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _name_nodes(proto: onnx.ModelProto) -> None:
+def _name_nodes(graph: onnx.GraphProto, around: str = "") -> None:
     """Call every node ``module/value``: a profile, a message and a table of weights then speak of the model's parts."""
-    for graph in graphs_of(proto.graph):
-        for node in graph.node:
-            node.name = f"{_module_of(node)}/{node.output[0]}"
+    for node in graph.node:
+        # torch forgets the modules of what stands in a branch.
+        module = _module_of(node) or around
+        node.name = f"{module}/{node.output[0]}"
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                _name_nodes(attribute.g, module)
 
 
 def _module_of(node: onnx.NodeProto) -> str:

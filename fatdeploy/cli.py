@@ -16,6 +16,7 @@ COMMANDS = {
     "demo": "fatdeploy.export.commands",
     "doctor": "fatdeploy.runtimes.commands",
     "export": "fatdeploy.export.commands",
+    "inspect": "fatdeploy.runtimes.inspection",
     "presets": "fatdeploy.export.commands",
     "verify": "fatdeploy.runtimes.commands",
 }

@@ -70,7 +70,7 @@ def test_a_step_past_max_target_is_refused_and_the_state_stays_as_it_was(attenti
     with pytest.raises(SpecMismatch, match="a step to position 4 is past max_target = 3"):
         engine.step(np.full((2, 2), 1), state, Want.HIDDEN)
     engine.step(np.full((2, 1), 1), state, Want.HIDDEN)
-    assert state.decoder.position == 3
+    assert state.position == 3
 
 
 def test_a_step_past_the_capacity_that_was_asked_for_is_refused(engine: EagerEngine) -> None:

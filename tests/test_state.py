@@ -38,11 +38,11 @@ def test_recurrent_state_is_as_large_after_200_steps_as_after_5(preset: str) -> 
 @pytest.mark.parametrize("preset", ["transformer", "fast"])
 def test_caches_are_allocated_once_and_stay_where_they_are(preset: str) -> None:
     engine, state = started(preset)
-    places = [tensor.data_ptr() for layer in state.decoder.layers for tensor in layer]
+    places = [tensor.data_ptr() for tensor in state.tensors]
     size = state.n_bytes()
     assert size == 2 * (2 * 2 * 2 * 256 * 16) * 4
     after(engine, state, 200)
-    assert [tensor.data_ptr() for layer in state.decoder.layers for tensor in layer] == places
+    assert [tensor.data_ptr() for tensor in state.tensors] == places
     assert state.n_bytes() == size
 
 
@@ -51,7 +51,7 @@ def test_state_tensors_have_the_shapes_of_the_contract(preset: str) -> None:
     engine, state = started(preset)
     sizes = {"rows": 2, "capacity": 256}
     expected = [tuple(sizes.get(axis, axis) for axis in spec.shape) for spec in engine.spec.state]
-    assert [tuple(tensor.shape) for layer in state.decoder.layers for tensor in layer] == expected
+    assert [tuple(tensor.shape) for tensor in state.tensors] == expected
     names = [spec.name for spec in engine.spec.state]
     assert len(set(names)) == len(names) == 4
 
