@@ -1,4 +1,4 @@
-"""Commands that need torch, and how their results are shown. torch is imported when a command runs, never before."""
+"""Commands that need torch, and how their results are shown. It and numpy are imported when a command runs."""
 
 import importlib.util
 import json
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 
-from fatdeploy.bundle import PARITY
 from fatdeploy.errors import BackendUnavailable, ConfigError
 from fatdeploy.runtimes.commands import parity_line
 from fatdeploy.tables import aligned
@@ -111,6 +110,7 @@ def export(source: str, out: Path, target: str, force: bool) -> None:
     probes whose every step the reference decides by ten times the noise of fp32; otherwise nothing is written.
     """
     need_export_packages()
+    from fatdeploy.bundle import PARITY
     from fatdeploy.export.pipeline import write_bundle
     from fatdeploy.export.reference.checkpoint import load_checkpoint
     from fatdeploy.export.reference.presets import preset_names
