@@ -114,14 +114,16 @@ def _compared(engine: Engine[State], index: int, probe: Probe) -> float:
 def greedy_logits(engine: Engine[State], source: Tokens, mask: Mask, steps: int) -> tuple[Tokens, Floats]:
     """Return greedy tokens [B, T] and their logits; EOS ends nothing, so that every step is compared."""
     spec: ModelSpec = engine.spec
-    state = engine.encode(source, mask, Capacity(1, steps))
-    if spec.decoding == "parallel":
-        return _best(engine, np.full((len(source), steps), spec.bos_id), state)
-    tokens = np.full((len(source), 1), spec.bos_id)
+    parallel = spec.decoding == "parallel"
+    tokens = np.full((len(source), steps if parallel else 1), spec.bos_id)
     columns = []
-    for _ in range(steps):
-        tokens, best = _best(engine, tokens, state)
-        columns.append((tokens, best))
+    state = engine.encode(source, mask, Capacity(1, steps))
+    try:
+        for _ in range(1 if parallel else steps):
+            tokens, best = _best(engine, tokens, state)
+            columns.append((tokens, best))
+    finally:
+        engine.release(state)
     return np.concatenate([one for one, _ in columns], 1), np.concatenate([one for _, one in columns], 1)
 
 
