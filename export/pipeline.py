@@ -111,6 +111,7 @@ def _manifest(
         opset=OPSET,
         versions={package: version(package) for package in RECORDED},
         source=Provenance(name=name, sha256=_weights_hash(model), licence=None),
+        onnxruntime=(version("onnxruntime"), version("onnxruntime")),
         settings={"top_k": model.spec.top_k},
         histograms=histograms,
     )
