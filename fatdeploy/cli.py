@@ -17,6 +17,7 @@ COMMANDS = {
     "doctor": "fatdeploy.runtimes.commands",
     "export": "fatdeploy.export.commands",
     "presets": "fatdeploy.export.commands",
+    "run": "fatdeploy.runtimes.run_command",
     "verify": "fatdeploy.runtimes.commands",
 }
 

@@ -3,11 +3,12 @@
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import click
 
 from fatdeploy.machine import Machine
+from fatdeploy.runtimes.command_options import EngineArguments, engine_options
 from fatdeploy.runtimes.cuda_devices import Cuda
 from fatdeploy.runtimes.doctor import Part, Problem, Report, State, examine
 from fatdeploy.tables import aligned
@@ -40,11 +41,9 @@ Examples:
 """
 )
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option(
-    "--threads", type=click.IntRange(1), help="Threads of onnxruntime; as many as there are cores unless said."
-)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def verify(bundle: Path, threads: int | None, as_json: bool) -> None:
+@engine_options
+def verify(bundle: Path, as_json: bool, **engine: Unpack[EngineArguments]) -> None:
     """Check on this machine that a bundle gives the reference's tokens.
 
     Runs the probes that came with the bundle; needs no torch. The exit code is 1 if anything differs.
@@ -55,7 +54,7 @@ def verify(bundle: Path, threads: int | None, as_json: bool) -> None:
     from fatdeploy.runtimes.verify import read_probes, verified
 
     found = read_bundle(bundle)
-    parity = verified(OrtEngine(found, threads=threads), read_probes(found.file(PROBES))).as_dict()
+    parity = verified(OrtEngine(found, **engine), read_probes(found.file(PROBES))).as_dict()
     click.echo(json.dumps(parity) if as_json else f"{bundle}: {parity_line(parity)}")
 
 
