@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ Watched = Callable[[Batches], AbstractContextManager[Iterable[tuple[Tokens, Mask
 
 
 def compared_with_model(
-    bundle: Bundle, engine: Engine[object], source: str, count: int, seed: int, watched: Watched
+    bundle: Bundle, engine: Engine[Any], source: str, count: int, seed: int, watched: Watched
 ) -> Agreement:
     """Return how close a bundle is to the model it is said to come from; a miss is ParityFailed."""
     model, _ = model_from_source(source)

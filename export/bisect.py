@@ -21,7 +21,8 @@ from fatdeploy.export.graph_files import read_structure, write_structure
 from fatdeploy.export.package import write_graphs
 from fatdeploy.runtimes.engine import Capacity, Want
 from fatdeploy.runtimes.lockstep import NOISE, Comparison, compared
-from fatdeploy.runtimes.ort import OrtEngine, onnxruntime_module
+from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.runtimes.ort_sessions import onnxruntime_module
 from fatdeploy.runtimes.verify import Probe
 from fatdeploy.spec import TensorSpec
 

@@ -1,4 +1,4 @@
-"""Commands that need torch, and how their results are shown. torch is imported when a command runs, never before."""
+"""Commands that need torch, and how their results are shown. It and numpy are imported when a command runs."""
 
 import importlib.util
 import json
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 
-from fatdeploy.bundle import PARITY
 from fatdeploy.errors import BackendUnavailable
 from fatdeploy.runtimes.commands import parity_line
 from fatdeploy.tables import aligned
@@ -127,6 +126,7 @@ def export(source: str, out: Path, target: str, licence: str | None, force: bool
     noise of fp32; otherwise nothing is written.
     """
     need_export_packages()
+    from fatdeploy.bundle import PARITY
     from fatdeploy.export.contract import Choices
     from fatdeploy.export.pipeline import write_bundle
     from fatdeploy.export.sources import model_from_source

@@ -1,6 +1,8 @@
 """PyTorch encoder-decoder transformers on edge devices: fast, and provably the same as the original."""
 
+import importlib
 import os
+from typing import TYPE_CHECKING, Any
 
 from fatdeploy._version import VERSION as __version__
 from fatdeploy.errors import (
@@ -18,14 +20,37 @@ from fatdeploy.errors import (
 # packages import it too (onnxsim does), so it is set here, before any part of fatdeploy; another choice is kept.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
+# Public names that need numpy or a runtime come when they are asked for: the help and the doctor have neither.
+_ON_USE = {
+    "DecodeOptions": "fatdeploy.runtimes.decode",
+    "Hypothesis": "fatdeploy.runtimes.decode",
+    "Model": "fatdeploy.runtimes.model",
+    "load": "fatdeploy.runtimes.model",
+}
+
+if TYPE_CHECKING:
+    from fatdeploy.runtimes.decode import DecodeOptions, Hypothesis
+    from fatdeploy.runtimes.model import Model, load
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _ON_USE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(_ON_USE[name]), name)
+
+
 __all__ = [
     "BackendUnavailable",
     "BundleError",
     "CheckpointError",
     "ConfigError",
+    "DecodeOptions",
     "ExportFailed",
     "FatdeployError",
+    "Hypothesis",
+    "Model",
     "ParityFailed",
     "SpecMismatch",
     "__version__",
+    "load",
 ]

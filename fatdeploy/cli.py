@@ -18,6 +18,7 @@ COMMANDS = {
     "export": "fatdeploy.export.commands",
     "inspect": "fatdeploy.runtimes.inspection",
     "presets": "fatdeploy.export.commands",
+    "run": "fatdeploy.runtimes.run_command",
     "verify": "fatdeploy.runtimes.commands",
 }
 

@@ -1,16 +1,22 @@
 """Commands that need no torch, and how their results are shown."""
 
 import json
-from collections.abc import Iterator, Mapping
+import logging
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, Unpack
 
 import click
 
 from fatdeploy.machine import Machine
+from fatdeploy.runtimes.command_options import EngineArguments, engine_options
 from fatdeploy.runtimes.cuda_devices import Cuda
 from fatdeploy.runtimes.doctor import Part, Problem, Report, State, examine
 from fatdeploy.tables import aligned
+
+Batch = TypeVar("Batch")
 
 
 @click.command(
@@ -37,17 +43,27 @@ def doctor(context: click.Context, as_json: bool) -> None:
 Examples:
   fatdeploy verify my-model
   fatdeploy verify my-model --threads 1 --json
+  fatdeploy verify my-model --against my-checkpoint --n 200 --seed 7
 """
 )
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option(
-    "--threads", type=click.IntRange(1), help="Threads of onnxruntime; as many as there are cores unless said."
-)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def verify(bundle: Path, threads: int | None, as_json: bool) -> None:
+@click.option(
+    "--against",
+    metavar="SOURCE",
+    help="Compare also with the live model (what was given to export) on fresh random sources; needs torch.",
+)
+@click.option("--n", "count", default=32, show_default=True, type=click.IntRange(1), help="Sources for --against.")
+@click.option("--seed", default=1, show_default=True, type=click.IntRange(0), help="Of the sources for --against.")
+@engine_options
+def verify(
+    bundle: Path, as_json: bool, against: str | None, count: int, seed: int, **engine: Unpack[EngineArguments]
+) -> None:
     """Check on this machine that a bundle gives the reference's tokens.
 
-    Runs the probes that came with the bundle; needs no torch. The exit code is 1 if anything differs.
+    Runs the probes that came with the bundle, every row of a batch also alone, one batch twice; needs no torch. The
+    exit code is 1 if anything differs. On sources that nobody chose, a token that the reference itself decides by no
+    more than the noise of fp32 is a tie, and counted apart.
     """
     # Imported here: the doctor, beside it, must run where even numpy is broken.
     from fatdeploy.bundle import PROBES, read_bundle
@@ -55,8 +71,37 @@ def verify(bundle: Path, threads: int | None, as_json: bool) -> None:
     from fatdeploy.runtimes.verify import read_probes, verified
 
     found = read_bundle(bundle)
-    parity = verified(OrtEngine(found, threads=threads), read_probes(found.file(PROBES))).as_dict()
-    click.echo(json.dumps(parity) if as_json else f"{bundle}: {parity_line(parity)}")
+    running = OrtEngine(found, **engine)
+    parity = verified(running, read_probes(found.file(PROBES))).as_dict()
+    agreement = None
+    if against is not None:
+        # The one place where a device-side command calls the exporter: only who asks for torch needs it.
+        from fatdeploy.export.against import compared_with_model
+        from fatdeploy.export.commands import need_export_packages
+
+        need_export_packages()
+        agreement = compared_with_model(found, running, against, count, seed, watched).as_dict()
+    if as_json:
+        click.echo(json.dumps(parity if agreement is None else {**parity, "against": agreement}))
+        return
+    click.echo(f"{bundle}: {parity_line(parity)}")
+    if agreement is not None:
+        click.echo(f"{bundle} against {against}: {agreement_line(agreement)}")
+
+
+def watched(batches: list[Batch]) -> AbstractContextManager[Iterable[Batch]]:
+    """Show on standard error how far a list has come, unless nobody looks or --quiet was given."""
+    quiet = not logging.getLogger("fatdeploy").isEnabledFor(logging.WARNING)
+    return click.progressbar(batches, label="comparing", file=sys.stderr, hidden=quiet or not sys.stderr.isatty())
+
+
+def agreement_line(agreement: Mapping[str, Any]) -> str:
+    """Return the result of a comparison with a live model in one line."""
+    return (
+        f"{agreement['tokens']} tokens of {agreement['rows']} random sources agree but for {agreement['ties']} ties; "
+        f"all logits within {agreement['largest_difference']:.1e} ({agreement['largest_of_bound']:.0%} of the bound), "
+        f"smallest margin {agreement['smallest_margin']:.1e}"
+    )
 
 
 def parity_line(parity: Mapping[str, Any]) -> str:

@@ -35,14 +35,19 @@ class DecodeOptions:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One target in reading order without BOS and EOS, and what ended it: the model (``eos``) or the limit."""
+    """One target in reading order without BOS and EOS, and what ended it: the model (``eos``) or the limit.
+
+    ``text`` is there if the bundle has a tokenizer; ``dropped`` tokens of the source were cut because it was too long.
+    """
 
     tokens: tuple[int, ...]
     finish: Finish
+    text: str | None = None
+    dropped: int = 0
 
 
 def decode(
-    engine: Engine[State], sources: Sequence[Sequence[int] | Tokens], options: DecodeOptions | None = None
+    engine: Engine[State], sources: Sequence[Sequence[int] | NDArray[np.generic]], options: DecodeOptions | None = None
 ) -> list[Hypothesis]:
     """Return the best target of each source; a result does not depend on what else is in the batch."""
     options = options or DecodeOptions()
@@ -61,10 +66,10 @@ def decode(
     return found
 
 
-def padded(sources: Sequence[Sequence[int] | Tokens], spec: ModelSpec) -> tuple[Tokens, Mask]:
+def padded(sources: Sequence[Sequence[int] | NDArray[np.generic]], spec: ModelSpec) -> tuple[Tokens, Mask]:
     """Return sources of any lengths as ids [B, S] and mask, padded on the right; refuse those that cannot be read."""
     rows = [np.asarray(source) for source in sources]
-    reasons = [f"source {index}: {reason}" for index, row in enumerate(rows) if (reason := _wrong_source(row, spec))]
+    reasons = [f"source {index}: {reason}" for index, row in enumerate(rows) if (reason := wrong_source(row, spec))]
     if not rows:
         reasons.append("no source given")
     if reasons:
@@ -76,7 +81,8 @@ def padded(sources: Sequence[Sequence[int] | Tokens], spec: ModelSpec) -> tuple[
     return ids, mask
 
 
-def _wrong_source(row: NDArray[np.generic], spec: ModelSpec) -> str:
+def wrong_source(row: NDArray[np.generic], spec: ModelSpec) -> str:
+    """Return why ids are no source of the model; empty if they are one."""
     if row.ndim != 1:
         return f"expected one axis of ids, found shape {row.shape}"
     if not row.size:
@@ -84,7 +90,7 @@ def _wrong_source(row: NDArray[np.generic], spec: ModelSpec) -> str:
     if row.dtype.kind not in "iu":
         return f"ids must be integers, found {row.dtype}"
     if len(row) > spec.max_source:
-        return f"has {len(row)} tokens, more than max_source = {spec.max_source}"
+        return f"has {len(row)} tokens, more than max_source = {spec.max_source} (truncate=True, --truncate: cut it)"
     wrong = [int(token) for token in row.tolist() if not 0 <= token < spec.vocab_size]
     return f"ids must lie in 0…{spec.vocab_size - 1}, found {wrong[0]}" if wrong else ""
 

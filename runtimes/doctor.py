@@ -1,7 +1,6 @@
 """What this machine can do and what it lacks: packages, devices, problems, and what to type for each."""
 
 import importlib
-import importlib.metadata
 import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -10,6 +9,20 @@ from typing import Any
 
 from fatdeploy.machine import Machine, this_machine
 from fatdeploy.runtimes.cuda_devices import Cuda, cuda_here
+from fatdeploy.runtimes.packages import (
+    ALTERNATIVES,
+    CONFLICT,
+    CONFLICT_FIX,
+    CPU_RUNTIME,
+    GPU_RUNTIME,
+    PACKAGES,
+    TENSORRT,
+    TENSORRT_RTX,
+    Package,
+    extra_of,
+    install_command,
+    installed_versions,
+)
 
 
 class State(StrEnum):
@@ -27,38 +40,6 @@ class Kind(StrEnum):
     BROKEN = "broken"
     LIMIT = "limit"
 
-
-@dataclass(frozen=True)
-class Package:
-    """A package that fatdeploy can use: how it is imported, which extra brings it, what it is for."""
-
-    name: str
-    module: str
-    extra: str
-    purpose: str
-    needs_device: bool = False
-
-
-CPU_RUNTIME = Package("onnxruntime", "onnxruntime", "cpu", "run bundles on the CPU")
-GPU_RUNTIME = Package("onnxruntime-gpu", "onnxruntime", "cuda", "run bundles on an NVIDIA GPU", needs_device=True)
-TENSORRT = Package("tensorrt", "tensorrt", "tensorrt", "build and run TensorRT engines", needs_device=True)
-TENSORRT_RTX = Package("tensorrt-rtx", "tensorrt_rtx", "rtx", "build (also without a GPU) and run TensorRT-RTX engines")
-CUDA_PYTHON = Package(
-    "cuda-python", "cuda.bindings", "tensorrt", "GPU memory and streams for engines", needs_device=True
-)
-PACKAGES = (
-    CPU_RUNTIME,
-    GPU_RUNTIME,
-    TENSORRT,
-    TENSORRT_RTX,
-    CUDA_PYTHON,
-    Package("tokenizers", "tokenizers", "text", "text in and out"),
-    Package("torch", "torch", "export", "export: the original model"),
-    Package("onnx", "onnx", "export", "export: write graphs"),
-    Package("onnxscript", "onnxscript", "export", "export: trace graphs"),
-    Package("onnxsim", "onnxsim", "export", "export: simplify graphs"),
-    Package("safetensors", "safetensors", "export", "export: read checkpoints"),
-)
 
 # They are listed by a package that was built with them, whether or not the libraries they need are here.
 UNPROVED_PROVIDERS = ("CUDAExecutionProvider", "NvTensorRTRTXExecutionProvider", "TensorrtExecutionProvider")
@@ -109,17 +90,9 @@ class BrokenInstallError(Exception):
 def examine() -> Report:
     """Look at this machine and its packages; what is broken is reported, never raised."""
     cuda = cuda_here()
-    versions = {package.name: version for package in PACKAGES if (version := version_of(package)) is not None}
+    versions = installed_versions()
     parts = tuple(part_from_package(package, versions, cuda) for package in PACKAGES)
     return Report(this_machine(), parts, cuda, tuple(problems_of({part.name: part for part in parts}, cuda)))
-
-
-def version_of(package: Package) -> str | None:
-    """Return the installed version without importing anything; empty if its metadata is damaged."""
-    try:
-        return importlib.metadata.version(package.name) or ""
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def part_from_package(package: Package, versions: Mapping[str, str], cuda: Cuda) -> Part:
@@ -146,20 +119,6 @@ def remark_on(package: Package, versions: Mapping[str, str], cuda: Cuda) -> str:
     if package.needs_device and not cuda.devices:
         return "no CUDA device here; with one:"
     return ""
-
-
-def install_command(package: Package, versions: Mapping[str, str]) -> str | None:
-    """Return what to type for a missing package without spoiling what is here."""
-    if package is CPU_RUNTIME and GPU_RUNTIME.name in versions:
-        return None
-    if package is GPU_RUNTIME and CPU_RUNTIME.name in versions:
-        return f"pip uninstall -y onnxruntime && pip install 'fatdeploy[{package.extra}]'"
-    return f"pip install 'fatdeploy[{extra_of(package, versions)}]'"
-
-
-def extra_of(package: Package, versions: Mapping[str, str]) -> str:
-    """Return the extra that brings a package, and no gigabytes beside it: two of them bring cuda-python."""
-    return TENSORRT_RTX.extra if package is CUDA_PYTHON and TENSORRT_RTX.name in versions else package.extra
 
 
 def check_files(package: Package, version: str | None) -> None:
@@ -196,17 +155,12 @@ def problems_of(parts: Mapping[str, Part], cuda: Cuda) -> Iterator[Problem]:
         yield from limits_without_device(here)
     if cuda.broken:
         yield Problem(Kind.BROKEN, f"the CUDA driver does not work: {cuda.reason}")
-    both = {CPU_RUNTIME.name, GPU_RUNTIME.name}
     for part in parts.values():
         # With both of them here, one repair serves: the conflict's below.
-        if part.state is State.BROKEN and not (part.name in both <= here):
+        if part.state is State.BROKEN and not (part.name in ALTERNATIVES <= here):
             yield Problem(Kind.BROKEN, f"{part.name} is broken: {part.detail}", part.install)
-    if both <= here:
-        yield Problem(
-            Kind.CONFLICT,
-            "onnxruntime and onnxruntime-gpu are both installed and overwrite each other's files",
-            "pip uninstall -y onnxruntime onnxruntime-gpu && pip install 'fatdeploy[cuda]'",
-        )
+    if here >= ALTERNATIVES:
+        yield Problem(Kind.CONFLICT, CONFLICT, CONFLICT_FIX)
 
 
 def limits_without_device(here: set[str]) -> Iterator[Problem]:

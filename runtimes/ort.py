@@ -1,26 +1,55 @@
 """ONNX Runtime: caches in place, bound once a sentence; a step changes the tokens and one number."""
 
-import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fatdeploy.bundle import DECODER, ENCODER, Bundle
-from fatdeploy.errors import BackendUnavailable, BundleError, SpecMismatch, in_one_line
+from fatdeploy.bundle import Bundle
+from fatdeploy.errors import ConfigError, SpecMismatch
 from fatdeploy.runtimes.engine import Capacity, Floats, Rows, StepOut, Want, check_want, sources_of_rows
-from fatdeploy.spec import Mask, ModelSpec, TensorSpec, Tokens
+from fatdeploy.runtimes.ort_sessions import OrtOptions, Provider, Sessions, onnxruntime_module, opened_sessions
+from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 Array = NDArray[Any]
+Buffers = list[list[Array]]  # one set for caches, two that change places for recurrent state
+
+# As many as decodes that usually run side by side on a device; a set may be many megabytes.
+MOST_WAITING = 4
 
 
-def onnxruntime_module() -> Any:
-    """Import onnxruntime, or say what to install."""
-    try:
-        return importlib.import_module("onnxruntime")
-    except ImportError as error:
-        raise BackendUnavailable(f"onnxruntime cannot be imported ({error}): pip install 'fatdeploy[cpu]'") from error
+class BufferPool:
+    """State buffers that wait, zeroed, for the next decode of their shapes; the oldest are dropped."""
+
+    def __init__(self, most: int = MOST_WAITING) -> None:
+        self._most = most
+        self._waiting: list[Buffers] = []
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def take(self, shapes: list[tuple[int, ...]]) -> Buffers | None:
+        """Return buffers of these shapes, if there are any; the newest, which the processor may still hold."""
+        with self._lock:
+            for index in reversed(range(len(self._waiting))):
+                if [array.shape for array in self._waiting[index][0]] == shapes:
+                    return self._waiting.pop(index)
+        return None
+
+    def give(self, buffers: Buffers) -> None:
+        """Keep buffers for another decode."""
+        with self._lock:
+            self._waiting.append(buffers)
+            del self._waiting[: -self._most]
+
+    def clear(self) -> None:
+        """Drop all that wait."""
+        with self._lock:
+            self._waiting.clear()
 
 
 @dataclass
@@ -38,34 +67,38 @@ class OrtState:
 
     inputs: dict[str, Any]  # what stays the same from step to step, as OrtValues
     sources: dict[str, Array]  # the same as arrays
-    buffers: list[list[Array]]  # one set for caches, two that change places for recurrent state
+    buffers: Buffers
     capacity: int
     rows: int
     position: NDArray[np.int64]
     n_steps: int = 0
     bound: dict[tuple[int, Want], Bound] = field(default_factory=dict)
+    released: bool = False
 
 
 class OrtEngine:
-    """Runs a bundle's two graphs on the CPU."""
+    """Runs a bundle's two graphs; any number of threads may decode at once, each with a state of its own."""
 
     def __init__(
-        self, bundle: Bundle, *, threads: int | None = None, spinning: bool = True, optimised: bool = True
+        self,
+        bundle: Bundle,
+        *,
+        threads: int | None = None,
+        spinning: bool = True,
+        providers: Sequence[Provider] = ("cpu",),
+        optimised: bool = True,
     ) -> None:
+        options = OrtOptions(threads=threads, spinning=spinning, providers=providers, optimised=optimised)
         self._ort = onnxruntime_module()
         self.spec: ModelSpec = bundle.spec
-        self._optimised = optimised
         self.branches = bundle.manifest.dialect == "ort"
-        self._encoder = self._session(bundle, ENCODER, threads, spinning=spinning)
-        self._decoder = self._session(bundle, DECODER, threads, spinning=spinning)
-        spec = self.spec
-        self._check(self._encoder, ENCODER, spec.encoder_inputs(), spec.encoder_outputs())
-        self._check(self._decoder, DECODER, spec.decoder_inputs(branches=self.branches), spec.decoder_outputs())
+        self.pool = BufferPool()
+        self._sessions: Sessions | None = opened_sessions(self._ort, bundle, options)
 
     def encode(self, source: Tokens, mask: Mask, capacity: Capacity) -> OrtState:
         """Read the source and return a state with one row a source."""
         self.spec.check_source(source, mask)
-        outputs = self._encoder.run(None, {self.spec.source.name: source, self.spec.source_mask.name: mask})
+        outputs = self._open.encoder.run(None, {self.spec.source.name: source, self.spec.source_mask.name: mask})
         names = [one.name for one in self.spec.encoder_outputs()]
         sources = {
             self.spec.source.name: source,
@@ -74,13 +107,14 @@ class OrtEngine:
         }
         # In `standard` graphs the capacity is a number of the graph.
         positions = capacity.target_positions if self.branches else self.spec.max_target
-        buffers = [self._zeros(len(source), positions) for _ in range(2 if self._recurrent else 1)]
+        buffers = self._zeros(len(source), positions)
         return OrtState(
             self._values(sources), sources, buffers, capacity.target_positions, len(source), np.zeros((), np.int64)
         )
 
     def step(self, tokens: Tokens, state: OrtState, want: Want) -> StepOut:
         """Feed tokens [R, t]; nothing is copied but them."""
+        _check_held(state)
         check_want(self.spec, want)
         self.spec.check_tokens(tokens, int(state.position), state.capacity)
         if len(tokens) != state.rows:
@@ -90,13 +124,14 @@ class OrtEngine:
             state.bound[key] = self._bound(state, *key)
         bound = state.bound[key]
         bound.tokens[...] = tokens
-        self._decoder.run_with_iobinding(bound.bindings[state.n_steps % len(bound.bindings)])
+        self._open.decoder.run_with_iobinding(bound.bindings[state.n_steps % len(bound.bindings)])
         state.position += tokens.shape[1]
         state.n_steps += 1
         return bound.out
 
     def reorder(self, state: OrtState, rows: Rows) -> None:
         """Make new row i continue old row rows[i]; sources without rows leave."""
+        _check_held(state)
         if rows.size and not (rows.min() >= 0 and rows.max() < state.rows):
             raise SpecMismatch(f"reorder refused: the state has rows 0…{state.rows - 1}, found {rows.tolist()}")
         batch = len(state.sources[self.spec.source_mask.name])
@@ -106,72 +141,62 @@ class OrtEngine:
             state.inputs = self._values(state.sources)
         current = state.n_steps % len(state.buffers)
         moved = [np.ascontiguousarray(array[rows]) for array in state.buffers[current]]
-        state.buffers = [moved, *([np.empty_like(array) for array in moved] for _ in state.buffers[1:])]
+        state.buffers = [moved, *([np.zeros_like(array) for array in moved] for _ in state.buffers[1:])]
         state.rows, state.n_steps = len(rows), 0
         state.bound.clear()
 
     def length_log_probs(self, state: OrtState) -> Floats:
         """Return log-probabilities [B, max_target] of the target lengths from 1 up."""
+        _check_held(state)
         if not self.spec.length_log_probs:
             raise SpecMismatch("this model has no length head: its targets end with EOS")
         log_probs: Floats = state.sources[self.spec.length_log_probs[0].name]
         return log_probs
 
     def release(self, state: OrtState) -> None:
-        """Drop a state."""
+        """Take a state back: its buffers serve the next decode of the same shapes."""
+        _check_held(state)
+        state.released = True
+        self._zero(state)
+        self.pool.give(state.buffers)
+        state.buffers, state.bound = [], {}
 
     def close(self) -> None:
-        """Give the sessions back."""
-        del self._encoder, self._decoder
+        """Give the sessions back; a decode that is under way ends with an error."""
+        self._sessions = None
+        self.pool.clear()
+
+    @property
+    def _open(self) -> Sessions:
+        if self._sessions is None:
+            raise ConfigError("this engine is closed: load the bundle again")
+        return self._sessions
 
     @property
     def _recurrent(self) -> bool:
         return any(one.kind == "recurrent" for one in self.spec.state)
 
-    def _session(self, bundle: Bundle, name: str, threads: int | None, *, spinning: bool) -> Any:
-        options = self._ort.SessionOptions()
-        options.log_severity_level = 3
-        if not self._optimised:
-            options.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        if threads is not None:
-            options.intra_op_num_threads = threads
-        options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spinning else "0")
-        # Two sessions are two pools: an idle one that spins would steal the other's cores.
-        options.add_session_config_entry("session.force_spinning_stop", "1")
-        return self._ort.InferenceSession(
-            str(bundle.file(name)),
-            options,
-            providers=["CPUExecutionProvider"],
-            # The fused kernel is slower than the two ops it replaces.
-            disabled_optimizers=["SkipLayerNormFusion"],
-        )
-
-    def _check(self, session: Any, name: str, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> None:
-        """Raise unless a graph's inputs and outputs are those of the contract."""
-        reasons = []
-        for kind, found, expected in (
-            ("input", session.get_inputs(), inputs),
-            ("output", session.get_outputs(), outputs),
-        ):
-            names = [one.name for one in found], [one.name for one in expected]
-            if names[0] != names[1]:
-                reasons.append(f"{kind}s must be {names[1]}, found {names[0]}")
-            else:
-                reasons += [
-                    f"{one.name} must have {len(spec.shape)} axes, found {one.shape}"
-                    for one, spec in zip(found, expected, strict=True)
-                    if len(one.shape) != len(spec.shape)
-                    or any(
-                        isinstance(size, int) and size != there
-                        for size, there in zip(spec.shape, one.shape, strict=True)
-                    )
-                ]
-        if reasons:
-            raise BundleError(in_one_line(f"{name} does not fit the bundle's contract", reasons))
-
-    def _zeros(self, rows: int, capacity: int) -> list[Array]:
+    def _zeros(self, rows: int, capacity: int) -> Buffers:
+        """Return zeroed buffers, used ones where there are any."""
         sizes = {"rows": rows, "capacity": capacity}
-        return [np.zeros(one.sized(sizes), one.dtype) for one in self.spec.state]
+        shapes = [one.sized(sizes) for one in self.spec.state]
+        sets = 2 if self._recurrent else 1
+        return self.pool.take(shapes) or [
+            [np.zeros(shape, one.dtype) for shape, one in zip(shapes, self.spec.state, strict=True)]
+            for _ in range(sets)
+        ]
+
+    def _zero(self, state: OrtState) -> None:
+        """Make buffers as good as new.
+
+        A sum starts from zero. A cache is hidden from its reader beyond the position, but some graphs hide by a weight
+        of zero, and zero times a NaN that another source left there is NaN: so what was written is zeroed too.
+        """
+        written = slice(int(state.position))
+        for one, *arrays in zip(self.spec.state, *state.buffers, strict=True):
+            place = tuple(written if axis == "capacity" else slice(None) for axis in one.shape)
+            for array in arrays:
+                array[place] = 0
 
     def _values(self, arrays: dict[str, Array]) -> dict[str, Any]:
         wanted = {one.name for one in self.spec.decoder_inputs(branches=self.branches)}
@@ -209,7 +234,7 @@ class OrtEngine:
         self, inputs: dict[str, Any], results: dict[str, Array], past: list[Array], present: list[Array]
     ) -> Any:
         value = self._ort.OrtValue.ortvalue_from_numpy
-        binding = self._decoder.io_binding()
+        binding = self._open.decoder.io_binding()
         for name, one in inputs.items():
             binding.bind_ortvalue_input(name, one)
         for name, array in results.items():
@@ -219,3 +244,9 @@ class OrtEngine:
         for spec, array in zip(self.spec.present, present, strict=True):
             binding.bind_ortvalue_output(spec.name, value(array))
         return binding
+
+
+def _check_held(state: OrtState) -> None:
+    """Raise if a state was given back: its buffers may be another decode's by now."""
+    if state.released:
+        raise SpecMismatch("this state was released and cannot be used any more: encode the source again")

@@ -15,7 +15,7 @@ import pytest
 
 from fatdeploy.runtimes import doctor
 from fatdeploy.runtimes.cuda_devices import Cuda, CudaDevice, cuda_here
-from fatdeploy.runtimes.doctor import PACKAGES
+from fatdeploy.runtimes.packages import PACKAGES
 
 REPOSITORY = Path(__file__).parents[1]
 START = "import sys; sys.path[:0] = sys.argv[1:3]; del sys.argv[1:3]; from fatdeploy.cli import main; main()"

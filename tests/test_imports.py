@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import fatdeploy
+from fatdeploy.runtimes import model
 
 ROOT = Path(__file__).parent.parent
 
@@ -38,7 +41,7 @@ print(decode(ScriptedEngine({5: [7, 8, 2]}), [[5]]))
 
 def test_device_side_code_imports_and_decodes_without_torch_and_its_like() -> None:
     run = subprocess.run([sys.executable, "-c", DECODES], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert run.stdout == "[Hypothesis(tokens=(7, 8), finish='eos')]\n", run.stderr
+    assert run.stdout == "[Hypothesis(tokens=(7, 8), finish='eos', text=None, dropped=0)]\n", run.stderr
 
 
 def test_the_block_would_notice_an_import_of_torch() -> None:
@@ -90,5 +93,37 @@ import fatdeploy.export.pipeline
 def test_the_public_surface_is_what_it_says() -> None:
     assert sorted(fatdeploy.__all__) == fatdeploy.__all__
     assert all(hasattr(fatdeploy, name) for name in fatdeploy.__all__)
-    errors = [getattr(fatdeploy, name) for name in fatdeploy.__all__ if name != "__version__"]
+    others = {"DecodeOptions", "Hypothesis", "Model", "__version__", "load"}
+    errors = [getattr(fatdeploy, name) for name in fatdeploy.__all__ if name not in others]
     assert all(issubclass(error, fatdeploy.FatdeployError) for error in errors)
+    assert fatdeploy.load is model.load
+    assert (fatdeploy.Model, fatdeploy.DecodeOptions, fatdeploy.Hypothesis) == (
+        model.Model,
+        model.DecodeOptions,
+        model.Hypothesis,
+    )
+    with pytest.raises(AttributeError, match="module 'fatdeploy' has no attribute 'lod'"):
+        fatdeploy.lod  # noqa: B018
+
+
+def test_importing_fatdeploy_imports_neither_numpy_nor_a_runtime() -> None:
+    code = "import sys, fatdeploy; print({'numpy', 'onnxruntime', 'tokenizers'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert run.stdout == "set()\n", run.stderr
+
+
+WITHOUT_NUMPY = """
+import sys
+sys.modules["numpy"] = None
+from fatdeploy.cli import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["verify", "--help"], ["doctor"]], ids=str)
+def test_the_help_and_the_doctor_run_where_numpy_cannot_be_imported(arguments: list[str]) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_NUMPY, *arguments], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert "Traceback" not in run.stderr
+    assert ("Usage:" if "--help" in arguments else "Packages") in run.stdout

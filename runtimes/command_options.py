@@ -1,0 +1,47 @@
+"""Options that commands share: how onnxruntime runs."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    # Not at run time: the doctor must run where numpy, which this imports, is broken.
+    from fatdeploy.runtimes.ort_sessions import Provider
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class EngineArguments(TypedDict):
+    """What the options below become: the keywords of the engine."""
+
+    threads: int | None
+    spinning: bool
+    providers: "tuple[Provider, ...]"
+
+
+def engine_options(command: Command) -> Command:
+    """Add the options that say how onnxruntime runs."""
+    options = (
+        click.option(
+            "--threads", type=click.IntRange(1), help="Threads of onnxruntime; as many as there are cores unless said."
+        ),
+        click.option(
+            "--spinning/--no-spinning",
+            default=True,
+            show_default=True,
+            help="Threads that wait keep their cores busy: quicker alone, slower beside other programs.",
+        ),
+        click.option(
+            "--provider",
+            "providers",
+            multiple=True,
+            type=click.Choice(["cpu", "cuda"]),
+            default=("cpu",),
+            show_default=True,
+            help="Where to run; what is not here is an error.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command

@@ -1,0 +1,198 @@
+"""Sessions of ONNX Runtime: on the providers that were asked for and no others, with graphs that fit the contract."""
+
+import importlib
+import logging
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from fatdeploy.bundle import DECODER, ENCODER, Bundle
+from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, in_one_line
+from fatdeploy.runtimes.packages import (
+    ALTERNATIVES,
+    CONFLICT,
+    CONFLICT_FIX,
+    GPU_RUNTIME,
+    install_command,
+    installed_versions,
+)
+from fatdeploy.spec import TensorSpec
+
+Provider = Literal["cpu", "cuda"]
+
+PROVIDERS: dict[Provider, str] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+
+log = logging.getLogger("fatdeploy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrtOptions:
+    """How onnxruntime runs: threads, one a core unless said; whether they spin while they wait; on which providers.
+
+    Without ``optimised`` it runs a graph as it is written, which is slow and shows what the graph itself computes.
+    """
+
+    threads: int | None = None
+    spinning: bool = True
+    providers: Sequence[Provider] = ("cpu",)
+    optimised: bool = True
+
+    def __post_init__(self) -> None:
+        reasons = [*_wrong_threads(self.threads), *_wrong_spinning(self.spinning), *_wrong_providers(self.providers)]
+        if reasons:
+            raise ConfigError(in_one_line("engine options refused", reasons))
+
+    @property
+    def provider_names(self) -> list[str]:
+        """What onnxruntime calls the providers."""
+        return [PROVIDERS[one] for one in self.providers]
+
+
+def _wrong_threads(threads: object) -> list[str]:
+    if threads is None or (isinstance(threads, int) and not isinstance(threads, bool) and threads >= 1):
+        return []
+    return [f"threads must be a whole number from 1 up, found {threads!r}"]
+
+
+def _wrong_spinning(spinning: object) -> list[str]:
+    return [] if isinstance(spinning, bool) else [f"spinning must be True or False, found {spinning!r}"]
+
+
+def _wrong_providers(providers: Sequence[object]) -> list[str]:
+    known = get_args(Provider)
+    if not isinstance(providers, list | tuple) or not providers or any(one not in known for one in providers):
+        return [f"providers must be a list of {' or '.join(known)}, found {providers!r}"]
+    if len(set(providers)) < len(providers):
+        return [f"providers must be different, found {list(providers)}"]
+    # onnxruntime gives each op to the first that can run it: behind the CPU no other would get one.
+    return [] if "cpu" not in providers[:-1] else [f"cpu must be the last provider, found {list(providers)}"]
+
+
+def onnxruntime_module() -> Any:
+    """Import onnxruntime, or say what to install."""
+    if installed_versions().keys() >= ALTERNATIVES:
+        raise BackendUnavailable(f"{CONFLICT}: {CONFLICT_FIX}")
+    try:
+        return importlib.import_module("onnxruntime")
+    except ImportError as error:
+        raise BackendUnavailable(f"onnxruntime cannot be imported ({error}): pip install 'fatdeploy[cpu]'") from error
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """The two graphs of a bundle, ready to run from any number of threads."""
+
+    encoder: Any
+    decoder: Any
+
+
+def opened_sessions(ort: Any, bundle: Bundle, options: OrtOptions) -> Sessions:
+    """Open both graphs; a provider that is not here and a graph that is not the contract's are refused."""
+    _check_available(ort, options)
+    encoder, decoder = (_session(ort, bundle, name, options) for name in (ENCODER, DECODER))
+    spec, branches = bundle.spec, bundle.manifest.dialect == "ort"
+    _check_contract(encoder, ENCODER, spec.encoder_inputs(), spec.encoder_outputs())
+    _check_contract(decoder, DECODER, spec.decoder_inputs(branches=branches), spec.decoder_outputs())
+    return Sessions(encoder, decoder)
+
+
+def _check_available(ort: Any, options: OrtOptions) -> None:
+    available = ort.get_available_providers()
+    missing = [name for name in options.provider_names if name not in available]
+    if missing:
+        versions = installed_versions()
+        advice = "fatdeploy doctor" if GPU_RUNTIME.name in versions else install_command(GPU_RUNTIME, versions)
+        raise BackendUnavailable(f"onnxruntime here has no {missing}, only {available}: {advice}")
+
+
+def _session(ort: Any, bundle: Bundle, name: str, options: OrtOptions) -> Any:
+    path = bundle.file(name)
+    try:
+        with warnings.catch_warnings():
+            # It warns of a provider that it leaves out, and goes on; below that is an error.
+            warnings.filterwarnings("ignore", "Specified provider")
+            session = ort.InferenceSession(
+                str(path),
+                _session_options(ort, options, alone=name == DECODER),
+                providers=options.provider_names,
+                # The fused kernel is slower than the two ops it replaces.
+                disabled_optimizers=["SkipLayerNormFusion"],
+                # It would print to standard output and run on the CPU.
+                enable_fallback=False,
+            )
+    except Exception as error:  # onnxruntime's have no base of their own
+        raise _explained(ort, error, bundle, name, options) from error
+    found = session.get_providers()
+    if found[: len(options.providers)] != options.provider_names:
+        raise _fallen_back(name, options, f"it chose {found}")
+    return session
+
+
+def _session_options(ort: Any, options: OrtOptions, *, alone: bool) -> Any:
+    chosen = ort.SessionOptions()
+    chosen.log_severity_level = _severity()
+    if not options.optimised:
+        chosen.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if options.threads is not None:
+        chosen.intra_op_num_threads = options.threads
+    chosen.add_session_config_entry("session.intra_op.allow_spinning", "1" if options.spinning else "0")
+    if not alone:
+        # Two sessions are two pools: the encoder's would spin on beside the decoder's steps and steal its cores.
+        chosen.add_session_config_entry("session.force_spinning_stop", "1")
+    return chosen
+
+
+def _severity() -> int:
+    """Return from which severity on onnxruntime speaks: its warnings are for who asks, at -v, the rest at -vv."""
+    if log.isEnabledFor(logging.DEBUG):
+        return 1
+    return 2 if log.isEnabledFor(logging.INFO) else 3
+
+
+def _explained(
+    ort: Any, error: Exception, bundle: Bundle, name: str, options: OrtOptions
+) -> BackendUnavailable | BundleError:
+    reason = " ".join(str(error).split()).rstrip(".")
+    # What a provider could not do comes as these; what is wrong with a graph has classes of its own.
+    of_provider = ValueError, RuntimeError, ort.capi.onnxruntime_pybind11_state.EPFail
+    if list(options.providers) != ["cpu"] and isinstance(error, of_provider):
+        return _fallen_back(name, options, reason)
+    return BundleError(
+        f"onnxruntime cannot open {bundle.file(name)}: {reason}. "
+        f"Copy the bundle again, or export it again: fatdeploy export SOURCE --out {bundle.path} --force"
+    )
+
+
+def _fallen_back(name: str, options: OrtOptions, reason: str) -> BackendUnavailable:
+    return BackendUnavailable(
+        f"onnxruntime does not run {name} on {list(options.providers)} as asked: {reason}. "
+        "See what is missing: fatdeploy doctor; or ask for cpu alone"
+    )
+
+
+def _check_contract(session: Any, name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
+    """Raise unless a graph's inputs and outputs are those of the contract."""
+    reasons = [
+        *_differences("input", session.get_inputs(), inputs),
+        *_differences("output", session.get_outputs(), outputs),
+    ]
+    if reasons:
+        raise BundleError(in_one_line(f"{name} does not fit the bundle's contract", reasons))
+
+
+def _differences(kind: str, found: Sequence[Any], expected: Sequence[TensorSpec]) -> list[str]:
+    names = [one.name for one in found], [one.name for one in expected]
+    if names[0] != names[1]:
+        return [f"{kind}s must be {names[1]}, found {names[0]}"]
+    return [
+        f"{one.name} must have shape {list(spec.shape)}, found {one.shape}"
+        for one, spec in zip(found, expected, strict=True)
+        if not _shape_fits(one.shape, spec)
+    ]
+
+
+def _shape_fits(found: Sequence[Any], spec: TensorSpec) -> bool:
+    return len(found) == len(spec.shape) and all(
+        isinstance(size, str) or size == there for size, there in zip(spec.shape, found, strict=True)
+    )

@@ -1,0 +1,218 @@
+"""What an application embeds: ids and text in, hypotheses out, from many threads at once, without torch."""
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+
+import fatdeploy
+from fatdeploy import BackendUnavailable, BundleError, ConfigError, DecodeOptions, Hypothesis, SpecMismatch
+from fatdeploy.bundle import TOKENIZER, Bundle, write_manifest
+from fatdeploy.export.eager import EagerEngine
+from fatdeploy.runtimes.decode import decode
+from fatdeploy.runtimes.ort import MOST_WAITING
+from tests.bundles import bundle_of, model_of
+from tests.texts import bundle_with_text, words
+
+TINY = "transformer-tiny"
+SHORT = DecodeOptions(max_new_tokens=12)
+ROOT = Path(__file__).parent.parent
+
+
+def drawn_sources(count: int) -> list[list[int]]:
+    draw = np.random.default_rng(5)
+    return [draw.integers(3, 64, draw.integers(1, 40)).tolist() for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def text_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return bundle_with_text(tmp_path_factory.mktemp("text") / "bundle")
+
+
+@pytest.mark.parametrize("preset", [TINY, "fat-tiny"])
+def test_a_loaded_model_gives_the_references_tokens(preset: str) -> None:
+    sources = drawn_sources(5)
+    expected = decode(EagerEngine(model_of(preset)), sources, SHORT)
+    with fatdeploy.load(bundle_of(preset).path, threads=1, spinning=False) as model:
+        assert model.generate(sources, SHORT) == expected
+        assert model.generate([np.array(sources[0], np.int32)], SHORT) == expected[:1]
+        assert model.spec == bundle_of(preset).spec
+        assert model.bundle.digest == bundle_of(preset).digest
+
+
+@pytest.mark.parametrize("preset", [TINY, "fat-tiny"])
+def test_many_threads_decode_at_once_and_each_gets_what_it_would_get_alone(preset: str) -> None:
+    model = fatdeploy.load(bundle_of(preset).path, threads=1, spinning=False)
+    sources, options = drawn_sources(48), DecodeOptions(max_new_tokens=24)
+    # Batches of one to three, so that threads compete for buffers of the same and of other shapes.
+    batches = [sources[start : start + 1 + start % 3] for start in range(len(sources) - 2)]
+    alone = [model.generate(batch, options) for batch in batches]
+    assert len({one.tokens for batch in alone for one in batch}) > 40
+    with ThreadPoolExecutor(12) as threads:
+        together = list(threads.map(lambda batch: model.generate(batch, options), batches * 3))
+    assert together == alone * 3
+    assert 1 <= len(model._engine.pool) <= MOST_WAITING
+
+
+def test_a_source_that_is_too_long_is_refused_unless_it_may_be_cut(caplog: pytest.LogCaptureFixture) -> None:
+    model = fatdeploy.load(bundle_of(TINY).path)
+    long, short = drawn_sources(1)[0] * 300, [7, 8]
+    with pytest.raises(SpecMismatch, match=rf"source 1: has {len(long)} tokens, more than max_source = 256 \(truncate"):
+        model.generate([short, long], SHORT)
+    assert model.refusal(long).startswith(f"has {len(long)} tokens")
+    assert model.refusal(long, truncate=True) == ""
+    expected = model.generate([short, long[:256]], SHORT)
+    assert not caplog.messages
+    found = model.generate([short, long], SHORT, truncate=True)
+    assert found == [expected[0], replace(expected[1], dropped=len(long) - 256)]
+    assert caplog.messages == [f"sources cut to max_source = 256: tokens dropped [0, {len(long) - 256}]"]
+
+
+def test_text_goes_in_and_comes_out(text_bundle: Bundle) -> None:
+    model = fatdeploy.load(text_bundle.path)
+    [expected] = decode(EagerEngine(model_of(TINY)), [[9, 30, 12, 2]], SHORT)
+    [found] = model.generate(["w9 w30 w12"], SHORT)
+    assert found == replace(expected, text=words(expected.tokens))
+    assert found.text == "w31 w8 w31 w8 w31 w8 w31 w26 w39 w36 w51 w28"
+    # The same source as ids, and both kinds in one batch.
+    assert model.generate([[9, 30, 12, 2], "w9 w30 w12"], SHORT) == [found, found]
+
+
+def test_what_the_tokenizers_file_says_of_truncation_and_padding_is_not_done(text_bundle: Bundle) -> None:
+    saved = json.loads(text_bundle.file(TOKENIZER).read_text())
+    assert saved["truncation"]["max_length"] == 6
+    assert saved["padding"] is not None
+    model = fatdeploy.load(text_bundle.path)
+    row = list(range(5, 25))
+    assert model.generate([words(row)], SHORT)[0].tokens == model.generate([[*row, 2]], SHORT)[0].tokens
+
+
+def test_a_text_that_is_cut_keeps_the_token_that_ends_every_source(text_bundle: Bundle) -> None:
+    model = fatdeploy.load(text_bundle.path)
+    row = (drawn_sources(1)[0] * 300)[:300]
+    [expected] = model.generate([[*row[:255], 2]], SHORT)
+    assert model.generate([words(row)], SHORT, truncate=True) == [replace(expected, dropped=45)]
+
+
+def test_ids_need_no_tokenizers_package_and_text_says_what_to_install(
+    text_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    model = fatdeploy.load(text_bundle.path)
+    assert model.generate([[5, 6, 7]], SHORT) == decode(EagerEngine(model_of(TINY)), [[5, 6, 7]], SHORT)
+    with pytest.raises(BackendUnavailable, match=r"pip install 'fatdeploy\[text\]'"):
+        model.generate(["w5"])
+
+
+def test_a_damaged_tokenizer_is_an_error_of_the_bundle(tmp_path: Path) -> None:
+    bundle = bundle_with_text(tmp_path / "bundle")
+    bundle.file(TOKENIZER).write_text("{}")
+    write_manifest(bundle.path, bundle.manifest)
+    with pytest.raises(BundleError, match=r"cannot read .*tokenizer\.json: .*; export the bundle again"):
+        fatdeploy.load(bundle.path)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+    bundle = bundle_with_text(tmp_path / "bundle", size=65)
+    with pytest.raises(BundleError, match=r"tokenizer\.json has 65 tokens, the model 64: it is another model's"):
+        fatdeploy.load(bundle.path)
+
+
+def test_a_text_that_no_utf_8_can_say_is_refused(text_bundle: Bundle) -> None:
+    with pytest.raises(SpecMismatch, match=r"a text must be valid Unicode, found 'w5 \\udc80'"):
+        fatdeploy.load(text_bundle.path).generate(["w5 \udc80"])
+
+
+def test_what_is_no_list_of_sources_is_refused(text_bundle: Bundle) -> None:
+    model = fatdeploy.load(text_bundle.path)
+    with pytest.raises(ConfigError, match=r"takes a list of sources, found one text: pass \[text\]"):
+        model.generate("w5 w6")
+    with pytest.raises(SpecMismatch, match="source 0: expected one axis of ids"):
+        model.generate([5, 6])  # type: ignore[list-item]
+    with pytest.raises(SpecMismatch, match="no source given"):
+        model.generate([])
+    with pytest.raises(SpecMismatch, match="source 1: is empty"):
+        model.generate(["w5", []])
+
+
+def test_text_for_a_bundle_without_a_tokenizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json: pass token ids, not text"):
+        fatdeploy.load(bundle_of(TINY).path).generate(["w5"])
+
+
+def test_a_closed_model_says_so() -> None:
+    with fatdeploy.load(bundle_of(TINY).path) as model:
+        pass
+    with pytest.raises(ConfigError, match="closed: load the bundle again"):
+        model.generate([[5]])
+
+
+def test_hashes_are_checked_unless_that_is_not_wanted(tmp_path: Path) -> None:
+    shutil.copytree(bundle_of(TINY).path, tmp_path / "bundle")
+    certificate = tmp_path / "bundle" / "parity.json"
+    certificate.write_bytes(certificate.read_bytes().replace(b'"', b"'", 1))
+    with pytest.raises(BundleError, match=r"parity\.json: expected sha256"):
+        fatdeploy.load(tmp_path / "bundle")
+    assert len(fatdeploy.load(tmp_path / "bundle", check_hashes=False).generate([[5]], SHORT)) == 1
+
+
+@pytest.mark.parametrize(
+    ("verified", "warns"),
+    [
+        (("1.2.0", "1.9.3"), True),
+        (("900.0", "900.1"), True),
+        (("1.2.0", "900.0.dev1"), False),
+        (None, False),
+    ],
+)
+def test_an_onnxruntime_that_the_bundle_was_not_verified_with_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, verified: tuple[str, str] | None, warns: bool
+) -> None:
+    shutil.copytree(bundle_of(TINY).path, tmp_path / "bundle")
+    write_manifest(tmp_path / "bundle", replace(bundle_of(TINY).manifest, onnxruntime=verified))
+    fatdeploy.load(tmp_path / "bundle")
+    said = f"this is {onnxruntime.__version__}: fatdeploy verify {tmp_path / 'bundle'}"
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * warns
+    assert all(message.endswith(said) for message in caplog.messages)
+
+
+def test_an_export_records_the_onnxruntime_that_it_was_verified_with() -> None:
+    assert bundle_of(TINY).manifest.onnxruntime == (onnxruntime.__version__, onnxruntime.__version__)
+
+
+WITHOUT_TORCH = """
+import json, sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"torch", "onnx", "onnxsim", "onnxscript"} or name.startswith("fatdeploy.export"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Blocked())
+import fatdeploy
+with fatdeploy.load(sys.argv[1]) as model:
+    found = model.generate(json.loads(sys.argv[2]), fatdeploy.DecodeOptions(max_new_tokens=12))
+print(json.dumps([one.tokens for one in found]))
+"""
+
+
+def test_a_bundle_is_loaded_and_decoded_where_torch_and_its_like_cannot_be_imported() -> None:
+    sources = drawn_sources(3)
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, str(bundle_of("fat-tiny").path), json.dumps(sources)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert run.stderr == ""
+    expected: list[Hypothesis] = decode(EagerEngine(model_of("fat-tiny")), sources, SHORT)
+    assert json.loads(run.stdout) == [list(one.tokens) for one in expected]

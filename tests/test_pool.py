@@ -1,0 +1,133 @@
+"""State buffers that are used again: the same memory, the same answers, never two decodes in one."""
+
+import numpy as np
+import pytest
+
+from fatdeploy.errors import ConfigError, SpecMismatch
+from fatdeploy.runtimes.decode import DecodeOptions, decode
+from fatdeploy.runtimes.engine import Capacity, Want
+from fatdeploy.runtimes.ort import MOST_WAITING, BufferPool, OrtEngine, OrtState
+from tests.bundles import bundle_of
+
+SOURCE, MASK = np.array([[5, 6, 7], [8, 9, 4]]), np.ones((2, 3), bool)
+PRESETS = ["transformer-tiny", "fat-tiny"]
+
+
+def places(state: OrtState) -> list[int]:
+    return [array.ctypes.data for buffers in state.buffers for array in buffers]
+
+
+def fed(engine: OrtEngine, state: OrtState, steps: int = 5) -> np.ndarray:
+    """Return the last logits of a few fixed steps."""
+    outs = [engine.step(np.full((2, 1), token), state, Want.LOGITS) for token in range(7, 7 + steps)]
+    return np.array(outs[-1].logits)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_next_decode_of_the_same_shape_has_the_same_buffers_and_the_same_numbers(preset: str) -> None:
+    engine = OrtEngine(bundle_of(preset))
+    first = engine.encode(SOURCE, MASK, Capacity(1, 8))
+    used, expected = places(first), fed(engine, first)
+    engine.release(first)
+    second = engine.encode(SOURCE, MASK, Capacity(1, 8))
+    assert places(second) == used
+    assert not any(array.any() for buffers in second.buffers for array in buffers)
+    np.testing.assert_array_equal(fed(engine, second), expected)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_two_decodes_at_once_share_no_buffer(preset: str) -> None:
+    engine = OrtEngine(bundle_of(preset))
+    engine.release(engine.encode(SOURCE, MASK, Capacity(1, 8)))
+    one, other = (engine.encode(SOURCE, MASK, Capacity(1, 8)) for _ in range(2))
+    assert not set(places(one)) & set(places(other))
+    assert len(engine.pool) == 0
+
+
+def test_another_shape_gets_buffers_of_its_own() -> None:
+    engine = OrtEngine(bundle_of("transformer-tiny"))
+    engine.release(engine.encode(SOURCE, MASK, Capacity(1, 8)))
+    state = engine.encode(SOURCE[:1], MASK[:1], Capacity(1, 9))
+    assert state.buffers[0][0].shape[::2] == (1, 9)
+    assert len(engine.pool) == 1
+
+
+@pytest.mark.parametrize(
+    ("preset", "dialect"), [("transformer-tiny", "ort"), ("transformer-tiny", "standard"), ("fat-tiny", "ort")]
+)
+def test_numbers_that_are_none_do_not_reach_the_next_decode(preset: str, dialect: str) -> None:
+    engine, options = OrtEngine(bundle_of(preset, dialect)), DecodeOptions(max_new_tokens=8)
+    expected = decode(engine, SOURCE.tolist(), options)
+    spoilt = engine.encode(SOURCE, MASK, Capacity(1, 8))
+    used = places(spoilt)
+    fed(engine, spoilt, 8)
+    for one, *arrays in zip(engine.spec.state, *spoilt.buffers, strict=True):
+        for array in arrays:
+            array[(slice(None), slice(None), slice(8))[: array.ndim] if one.kind == "cache" else ...] = np.nan
+    engine.release(spoilt)
+    assert decode(engine, SOURCE.tolist(), options) == expected
+    assert places(engine.encode(SOURCE, MASK, Capacity(1, 8))) == used
+
+
+def test_a_result_that_somebody_kept_is_not_written_over_after_the_release() -> None:
+    engine = OrtEngine(bundle_of("transformer-tiny"))
+    state = engine.encode(SOURCE, MASK, Capacity(1, 8))
+    kept = engine.step(np.full((2, 1), 7), state, Want.LOGITS).logits
+    before = np.array(kept)
+    engine.release(state)
+    fed(engine, engine.encode(SOURCE[::-1].copy(), MASK, Capacity(1, 8)))
+    np.testing.assert_array_equal(kept, before)
+
+
+def test_a_released_state_cannot_be_used_again() -> None:
+    engine = OrtEngine(bundle_of("transformer-tiny"))
+    state = engine.encode(SOURCE, MASK, Capacity(1, 8))
+    engine.release(state)
+    for use in (
+        lambda: engine.step(np.full((2, 1), 7), state, Want.LOGITS),
+        lambda: engine.reorder(state, np.array([0, 1])),
+        lambda: engine.length_log_probs(state),
+        lambda: engine.release(state),
+    ):
+        with pytest.raises(SpecMismatch, match="this state was released and cannot be used any more: encode"):
+            use()
+    assert len(engine.pool) == 1
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_state_that_was_reordered_goes_back_with_the_rows_it_has_then(preset: str) -> None:
+    engine = OrtEngine(bundle_of(preset))
+    state = engine.encode(SOURCE, MASK, Capacity(2, 8))
+    fed(engine, state)
+    engine.reorder(state, np.array([1]))
+    engine.step(np.array([[7]]), state, Want.LOGITS)
+    used = places(state)
+    engine.release(state)
+    state = engine.encode(SOURCE[:1], MASK[:1], Capacity(1, 8))
+    assert places(state) == used
+    assert not any(array.any() for buffers in state.buffers for array in buffers)
+
+
+def test_few_buffers_wait_and_the_oldest_go_first() -> None:
+    pool = BufferPool()
+    for rows in range(1, MOST_WAITING + 3):
+        pool.give([[np.zeros((rows, 2))]])
+    assert len(pool) == MOST_WAITING == 4
+    assert pool.take([(1, 2)]) is None
+    assert pool.take([(2, 2)]) is None
+    newest = pool.take([(6, 2)])
+    assert newest is not None
+    assert newest[0][0].shape == (6, 2)
+    assert pool.take([(6, 2)]) is None
+
+
+def test_a_closed_engine_says_so() -> None:
+    engine = OrtEngine(bundle_of("transformer-tiny"))
+    state = engine.encode(SOURCE, MASK, Capacity(1, 8))
+    engine.close()
+    with pytest.raises(ConfigError, match="this engine is closed: load the bundle again"):
+        engine.step(np.full((2, 1), 7), state, Want.LOGITS)
+    with pytest.raises(ConfigError, match="this engine is closed"):
+        decode(engine, [[5]])
+    engine.release(state)
+    engine.close()

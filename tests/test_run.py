@@ -1,0 +1,164 @@
+"""``fatdeploy run``: sources from the command line or standard input, results in order, errors with their place."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from fatdeploy.bundle import Bundle
+from fatdeploy.cli import main
+from fatdeploy.export.eager import EagerEngine
+from fatdeploy.runtimes.decode import DecodeOptions, decode
+from fatdeploy.runtimes.run_command import batches
+from tests.bundles import bundle_of, model_of
+from tests.texts import bundle_with_text, words
+
+TINY = "transformer-tiny"
+ROOT = Path(__file__).parent.parent
+SOURCES = [[9, 30, 12], [40, 41], [20, 33, 8, 50], [11], [17, 42, 9]]
+
+
+@pytest.fixture(scope="module")
+def text_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return bundle_with_text(tmp_path_factory.mktemp("text") / "bundle")
+
+
+def run(bundle: Bundle, *arguments: str, given: str | bytes | None = None) -> Result:
+    return CliRunner().invoke(main, ["run", str(bundle.path), "--max-new-tokens", "12", *arguments], input=given)
+
+
+def lines(sources: list[list[int]]) -> list[str]:
+    return [" ".join(map(str, row)) for row in sources]
+
+
+def expected_tokens(sources: list[list[int]]) -> list[list[int]]:
+    found = decode(EagerEngine(model_of(TINY)), sources, DecodeOptions(max_new_tokens=12))
+    return [list(one.tokens) for one in found]
+
+
+def test_ids_of_the_command_line_give_a_line_each() -> None:
+    result = run(bundle_of(TINY), "--ids", *lines(SOURCES))
+    assert result.stdout.splitlines() == lines(expected_tokens(SOURCES))
+    assert (result.exit_code, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("size", ["1", "2", "5", "8"])
+def test_lines_of_standard_input_keep_their_order_in_batches_of_any_size(size: str) -> None:
+    given = "\n".join(lines(SOURCES))
+    result = run(bundle_of(TINY), "--ids", "--batch-size", size, given=given)
+    assert result.stdout.splitlines() == lines(expected_tokens(SOURCES))
+
+
+def test_text_goes_in_and_comes_out_whatever_ends_its_lines(text_bundle: Bundle) -> None:
+    expected = [words(row) for row in expected_tokens([[*row, 2] for row in SOURCES])]
+    texts = [words(row) for row in SOURCES]
+    assert run(text_bundle, *texts).stdout.splitlines() == expected
+    assert run(text_bundle, given="\r\n".join(texts) + "\r\n").stdout.splitlines() == expected
+
+
+def test_json_has_source_tokens_text_finish_and_what_was_dropped(text_bundle: Bundle) -> None:
+    [row] = expected_tokens([[9, 30, 12, 2]])
+    values = {"tokens": row, "text": words(row), "finish": "length", "dropped": 0}
+    assert json.loads(run(text_bundle, "--json", "w9 w30 w12").stdout) == {"source": "w9 w30 w12", **values}
+    by_ids = run(text_bundle, "--json", "--ids", "9 30 12 2").stdout
+    assert json.loads(by_ids) == {"source": [9, 30, 12, 2], **values}
+
+
+def test_a_source_that_is_too_long_is_an_error_and_is_cut_when_that_is_asked_for() -> None:
+    long = lines([SOURCES[2] * 70])
+    refused = run(bundle_of(TINY), "--ids", *long)
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert refused.stderr.startswith(
+        "Error: text 1: has 280 tokens, more than max_source = 256 (truncate=True, --trunc"
+    )
+    cut = run(bundle_of(TINY), "--ids", "--truncate", "--json", *long)
+    assert cut.exit_code == 0
+    assert json.loads(cut.stdout)["dropped"] == 24
+    assert [json.loads(cut.stdout)["tokens"]] == expected_tokens([(SOURCES[2] * 70)[:256]])
+    assert cut.stderr == "WARNING sources cut to max_source = 256: tokens dropped [24]\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"7 x 8", "expected token ids with blanks between them, found '7 x 8'"),
+        (b"7 \xff", "expected UTF-8, found byte 0xff"),
+        (b"", "is empty"),
+        (b"7 64", "ids must lie in 0…63, found 64"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named_by_its_number(line: bytes, reason: str) -> None:
+    result = run(bundle_of(TINY), "--ids", "--batch-size", "2", given=b"9 30 12\n40 41\n20\n" + line + b"\n5\n")
+    assert (result.exit_code, result.stderr) == (1, f"Error: line 4: {reason}\n")
+    # What came before it in whole batches is there.
+    assert result.stdout.splitlines() == lines(expected_tokens(SOURCES[:2]))
+
+
+def test_text_for_a_bundle_without_a_tokenizer_asks_for_ids() -> None:
+    result = run(bundle_of(TINY), "hello")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.endswith("has no tokenizer.json: pass token ids, not text (fatdeploy run --ids)\n")
+
+
+def test_no_source_at_all_is_an_error() -> None:
+    result = run(bundle_of(TINY), "--ids", given="")
+    assert result.stderr == "Error: no source given: pass texts, or a line for each on standard input\n"
+    assert result.exit_code == 1
+
+
+def test_engine_options_reach_the_engine() -> None:
+    for command in (["run", "--ids", str(bundle_of(TINY).path), "5"], ["verify", str(bundle_of(TINY).path)]):
+        result = CliRunner().invoke(main, [*command, "--threads", "1", "--no-spinning", "--provider", "cuda"])
+        assert result.exit_code == 1
+        assert "has no ['CUDAExecutionProvider']" in result.stderr
+        assert CliRunner().invoke(main, [*command, "--threads", "1", "--no-spinning"]).exit_code == 0
+
+
+def test_a_batch_is_handed_on_before_the_next_is_read() -> None:
+    read: list[int] = []
+
+    def source() -> Iterator[int]:
+        for number in range(5):
+            read.append(number)
+            yield number
+
+    groups = batches(source(), 2)
+    assert (next(groups), read) == ([0, 1], [0, 1])
+    assert list(groups) == [[2, 3], [4]]
+
+
+def on_a_terminal(*arguments: str) -> tuple[str, str]:
+    """Return standard output, which is a pipe, and what a terminal got on standard error."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fatdeploy", *arguments], stdout=subprocess.PIPE, stderr=theirs, cwd=ROOT, text=True
+    )
+    os.close(theirs)
+    out, _ = process.communicate()
+    shown = b""
+    try:
+        while part := os.read(ours, 4096):
+            shown += part
+    except OSError:  # how Linux says that nobody writes to a terminal any more
+        pass
+    os.close(ours)
+    return out, shown.decode()
+
+
+@pytest.mark.parametrize(
+    ("before", "size", "shows"), [([], "2", True), ([], "5", False), (["--quiet"], "2", False)], ids=str
+)
+def test_progress_is_shown_on_a_terminal_when_there_is_more_than_one_batch(
+    before: list[str], size: str, shows: bool
+) -> None:
+    options = ["--ids", "--max-new-tokens", "12", "--batch-size", size]
+    out, shown = on_a_terminal(*before, "run", str(bundle_of(TINY).path), *options, *lines(SOURCES))
+    assert out.splitlines() == lines(expected_tokens(SOURCES))
+    assert ("100%" in shown) == shows
+    assert bool(shown) == shows

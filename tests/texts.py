@@ -1,0 +1,31 @@
+"""A bundle with text: the transformer's tokens are words w3, w4 … and every source ends with EOS."""
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from fatdeploy.bundle import TOKENIZER, Bundle, write_manifest
+from tests.bundles import bundle_of
+
+SPECIAL = ["<pad>", "<bos>", "<eos>"]
+
+
+def words(tokens: Iterable[int]) -> str:
+    """Return tokens as the tokenizer writes them."""
+    return " ".join(f"w{token}" for token in tokens if token >= len(SPECIAL))
+
+
+def bundle_with_text(folder: Path, size: int = 64) -> Bundle:
+    """Copy a bundle and give it a tokenizer whose file also asks to truncate and to pad."""
+    shutil.copytree(bundle_of("transformer-tiny").path, folder)
+    vocabulary = [*SPECIAL, *(f"w{token}" for token in range(len(SPECIAL), size))]
+    tokenizer = Tokenizer(models.WordLevel({word: token for token, word in enumerate(vocabulary)}, unk_token="w3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 2)])
+    tokenizer.enable_truncation(6)
+    tokenizer.enable_padding(length=10)
+    tokenizer.save(str(folder / TOKENIZER))
+    return write_manifest(folder, bundle_of("transformer-tiny").manifest)
