@@ -81,6 +81,9 @@ REST: list[dict[str, Any]] = [
     {"pad_id": 5, "bos_id": 0, "eos_id": 9},
 ]
 
+# What makes the preset ``fast`` a plain transformer.
+PLAIN: dict[str, Any] = {"positions": "sinusoidal", "relative": "none", "positional_mlp": 0}
+
 CHOICES = [*ENCODER, *DECODER, *REST]
 
 
@@ -93,7 +96,7 @@ def name_of(changes: object) -> str:
 
 def tiny(changes: dict[str, Any], base: str = "fast") -> ReferenceModel:
     """Return a tiny lively model: ``scaled_dot`` everywhere, pre-norm, sinusoidal positions, and the changes."""
-    plain = {"positions": "sinusoidal", "relative": "none", "positional_mlp": 0} if base == "fast" else {}
+    plain = PLAIN if base == "fast" else {}
     return random_model(config_from_preset(f"{base}-tiny", **{**plain, **changes}), seed=1)
 
 

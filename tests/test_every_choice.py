@@ -1,0 +1,62 @@
+"""Every choice of the models on ONNX Runtime; choices that go together share an export, which is what takes time."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fatdeploy.errors import ConfigError
+from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.pipeline import Origin, write_bundle
+from fatdeploy.export.reference.presets import config_from_preset
+from fatdeploy.runtimes.decode import DecodeOptions, decode
+from fatdeploy.runtimes.ort import OrtEngine
+from tests.choices import DECODER, ENCODER, PLAIN, REST, name_of, tiny
+
+SMALL = {"encoder_layers": 1, "decoder_layers": 1, "max_source": 40, "max_target": 48}
+
+
+def goes_together(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    if one.keys() & other.keys():
+        return False
+    try:
+        config_from_preset("fast-tiny", **{**PLAIN, **SMALL, **one, **other})
+    except ConfigError:
+        return False
+    return True
+
+
+def joined() -> list[dict[str, Any]]:
+    """Return the choices of the encoder, each with one of the decoder or the rest as long as there are any."""
+    waiting = [*DECODER, *REST]
+    together = []
+    for choice in ENCODER:
+        fitting = next((other for other in waiting if goes_together(choice, other)), None)
+        if fitting is not None:
+            waiting.remove(fitting)
+        together.append({**choice, **(fitting or {})})
+    return [*together, *waiting]
+
+
+JOINED = joined()
+
+
+def test_no_choice_is_left_out() -> None:
+    for choice in (*ENCODER, *DECODER, *REST):
+        assert any(choice.items() <= together.items() for together in JOINED)
+
+
+@pytest.mark.parametrize("changes", JOINED, ids=name_of)
+def test_every_choice_gives_the_references_tokens(changes: dict[str, Any], tmp_path: Path) -> None:
+    model = tiny({**SMALL, **changes})
+    engine, reference = (
+        OrtEngine(write_bundle(model, tmp_path / "bundle", origin=Origin(name="choice"))),
+        EagerEngine(model),
+    )
+    draw = np.random.default_rng(3)
+    sources = [draw.integers(3, 64, length).tolist() for length in (1, 2, 9, 40)]
+    options = DecodeOptions(max_new_tokens=24)
+    expected = decode(reference, sources, options)
+    assert decode(engine, sources, options) == expected
+    assert [decode(engine, [source], options)[0] for source in sources] == expected
