@@ -33,7 +33,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.dev
-	$(BIN)/python benchmarks/reference_greedy.py
+	$(BIN)/python -m benchmarks.reference_greedy
 	$(BIN)/python benchmarks/readme.py
 
 clean:
