@@ -34,7 +34,8 @@ format: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.reference_greedy
-	$(BIN)/python benchmarks/readme.py
+	$(BIN)/python -m benchmarks.engines_greedy
+	$(BIN)/python -m benchmarks.readme
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
