@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from benchmarks.ctranslate2_decoding import NEVER
 from fatdeploy.errors import ConfigError, in_one_line
 from fatdeploy.export.reference.config import ModelConfig
+from fatdeploy.export.reference.decoder import CachedAttention
 from fatdeploy.export.reference.encoder import SoftmaxAttention
 from fatdeploy.export.reference.layers import FeedForward, Residual
 from fatdeploy.export.reference.model import ReferenceModel
@@ -96,7 +97,7 @@ def _set_embedding(stack: Any, there: Any, embedding: nn.Embedding, positions: P
     stack.position_encodings.encodings = _array(positions.table)
 
 
-def _set_self_attention(there: Any, attention: SoftmaxAttention, residual: Residual) -> None:
+def _set_self_attention(there: Any, attention: SoftmaxAttention | CachedAttention, residual: Residual) -> None:
     _set_linears(there.linear, (attention.qkv, attention.out))
     _set_norm(there.layer_norm, residual)
 

@@ -48,7 +48,7 @@ class Plan:
         """Return the turns of one round; neighbours are different engines or settings."""
         most, least = max(self.threads), min(self.batches)
         every = [turn for preset, batch in product(self.presets, self.batches) for turn in self._greedy(preset, batch)]
-        steady = {"preset": self.steady_preset, "engine": "fatdeploy", "threads": most}
+        steady: dict[str, Any] = {"preset": self.steady_preset, "engine": "fatdeploy", "threads": most}
         every += [Turn(part="positions", batch=batch, **steady) for batch in self.steady_batches]
         every += [
             Turn(part="memory", preset=preset, engine="fatdeploy", batch=least, threads=most) for preset in self.presets
