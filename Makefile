@@ -33,8 +33,9 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.dev
-	$(BIN)/python benchmarks/reference_greedy.py
-	$(BIN)/python benchmarks/readme.py
+	$(BIN)/python -m benchmarks.reference_greedy
+	$(BIN)/python -m benchmarks.engines_greedy
+	$(BIN)/python -m benchmarks.readme
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -1,6 +1,6 @@
 """The parity certificate, and its probes: sources whose steps are decided so clearly that equality has no excuse."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,13 @@ def drawn_probes(engine: EagerEngine, seed: int = 0) -> list[Probe]:
     safe = {length: _safe_rows(engine, length, steps, draw) for batch in batches for length in batch}
     longest = next(_safe_rows(engine, min(7, spec.max_source), spec.max_target, draw, CANDIDATES))
     return [*(_probe([next(safe[length]) for length in batch], spec) for batch in batches), _probe([longest], spec)]
+
+
+def drawn_probe(engine: EagerEngine, lengths: Sequence[int], steps: int, seed: int = 0) -> Probe:
+    """Return one batch of random sources of these lengths, safe for so many steps."""
+    draw = np.random.default_rng(seed)
+    safe = {length: _safe_rows(engine, length, steps, draw, CANDIDATES) for length in lengths}
+    return _probe([next(safe[length]) for length in lengths], engine.spec)
 
 
 def _safe_rows(

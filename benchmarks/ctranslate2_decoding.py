@@ -1,0 +1,44 @@
+"""Greedy decoding with CTranslate2, as many steps as are asked for. Imports no torch."""
+
+from pathlib import Path
+from typing import Any
+
+import ctranslate2
+import numpy as np
+
+from fatdeploy.spec import Mask, Tokens
+
+# CTranslate2 appends the unknown token to a vocabulary that lacks it: an id without a row in the output matrix, which
+# no step can choose. As the end token it makes every decode as long as the limit, whatever the model says.
+NEVER = "never"
+
+
+class Translation:
+    """A model in float32 behind arrays of ids; a batch is split over the workers."""
+
+    def __init__(self, folder: Path, *, threads: int, workers: int = 1) -> None:
+        self.workers = workers
+        self.translator = ctranslate2.Translator(
+            str(folder), compute_type="float32", intra_threads=threads, inter_threads=workers
+        )
+
+    def sources(self, source: Tokens, mask: Mask) -> list[list[str]]:
+        """Return right-padded sources as CTranslate2 wants them."""
+        return [[str(token) for token in row[real]] for row, real in zip(source, mask, strict=True)]
+
+    def results(self, sources: list[list[str]], target: int) -> list[Any]:
+        """Return what is decoded in exactly ``target`` steps."""
+        found: list[Any] = self.translator.translate_batch(
+            sources,
+            max_batch_size=-(-len(sources) // self.workers),
+            beam_size=1,
+            max_input_length=0,
+            max_decoding_length=target,
+            min_decoding_length=0,
+            end_token=NEVER,
+        )
+        return found
+
+    def tokens(self, results: list[Any]) -> Tokens:
+        """Return the ids [B, T]."""
+        return np.array([[int(token) for token in one.hypotheses[0]] for one in results], np.int64)

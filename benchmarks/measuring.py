@@ -1,0 +1,119 @@
+"""What all benchmarks share: timed decoding, processes of their own, summaries, provenance, turns that are kept."""
+
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fatdeploy.machine import this_machine
+from fatdeploy.runtimes.engine import Capacity, Engine, State, Want
+from fatdeploy.spec import Mask, Tokens
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+# Folders whose code a time depends on.
+MEASURED = ("fatdeploy", "export", "runtimes", "benchmarks")
+
+Phases = dict[str, float]  # seconds
+
+
+def timed_decode(engine: Engine[State], source: Tokens, mask: Mask, target: int) -> tuple[Phases, Tokens]:
+    """Return seconds of each phase and the tokens [B, T]; EOS ends no row, so that every run does the same work."""
+    started = time.perf_counter()
+    state = engine.encode(source, mask, Capacity(1, target))
+    encoded = first = time.perf_counter()
+    tokens, output = np.full((len(source), 1), engine.spec.bos_id), []
+    for position in range(target):
+        tokens = engine.step(tokens, state, Want.LOGITS).logits.argmax(-1)
+        output.append(tokens)
+        if position == 0:
+            first = time.perf_counter()
+    ended = time.perf_counter()
+    engine.release(state)
+    phases = {"encode": encoded - started, "first_token": first - encoded, "end_to_end": ended - started}
+    if target > 1:
+        phases["per_token"] = (ended - first) / (target - 1)
+    return phases, np.concatenate(output, 1)
+
+
+def result_apart(module: str, *arguments: object) -> Any:
+    """Return the JSON that a module prints in a process of its own: idle threads of an engine steal another's cores."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    if run.returncode:
+        raise SystemExit(f"{module} failed with exit code {run.returncode}: {' '.join(command[3:])}")
+    return json.loads(run.stdout)
+
+
+def summary(phases: Sequence[Phases]) -> dict[str, dict[str, float]]:
+    """Return minimum, median and 95th percentile of each phase in milliseconds."""
+    columns = {name: np.array([phase[name] for phase in phases]) * 1e3 for name in phases[0]}
+    return {
+        name: {"min_ms": float(ms.min()), "p50_ms": float(np.median(ms)), "p95_ms": float(np.percentile(ms, 95))}
+        for name, ms in columns.items()
+    }
+
+
+def provenance(packages: Sequence[str] = ("fatdeploy", "torch", "numpy")) -> dict[str, Any]:
+    """Return where and with what a result was made."""
+    return {
+        "machine": this_machine().as_dict(),
+        "versions": {name: version(name) for name in packages},
+        "commit": _git("rev-parse", "HEAD"),
+        # A commit alone would name code that was not measured.
+        "modified": bool(_git("status", "--porcelain", "--", *(f"{folder}/**.py" for folder in MEASURED))),
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+
+
+def _git(*arguments: str) -> str:
+    run = subprocess.run(["git", *arguments], capture_output=True, text=True, check=True, cwd=ROOT)
+    return run.stdout.strip()
+
+
+def code_digest(*folders: str) -> str:
+    """Return a hash of the code in some folders: what was made by other code must not be taken for its product."""
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+@dataclass
+class Kept:
+    """Results of finished turns in a file, so that an interrupted run goes on where it was.
+
+    ``made_by`` is all that they depend on; results that something else made are forgotten.
+    """
+
+    path: Path
+    made_by: dict[str, Any]
+    results: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.made_by = json.loads(json.dumps(self.made_by))  # as it is read back
+        if self.path.exists():
+            found = json.loads(self.path.read_text())
+            if found["made_by"] == self.made_by:
+                self.results = found["results"]
+
+    def add(self, key: str, result: object) -> None:
+        """Keep one more result; a crash leaves the file as it was before or as it is after."""
+        self.results[key] = result
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = self.path.with_suffix(".new")
+        new.write_text(json.dumps({"made_by": self.made_by, "results": self.results}))
+        new.replace(self.path)
+
+    def forget(self) -> None:
+        """Remove the file: the results are elsewhere now."""
+        self.path.unlink(missing_ok=True)

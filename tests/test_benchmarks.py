@@ -1,0 +1,122 @@
+"""The benchmarks: CTranslate2 is given the same model, and a run writes what the README reads. No time is judged."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.ctranslate2_decoding import Translation
+from benchmarks.ctranslate2_model import write_ctranslate2_model
+from benchmarks.measuring import Kept
+from benchmarks.readme import engines_table
+from benchmarks.turns import Cache
+from fatdeploy.errors import ConfigError
+from fatdeploy.export.certify import drawn_probe
+from fatdeploy.export.eager import EagerEngine
+from tests.bundles import bundle_of, model_of
+
+ROOT = Path(__file__).parent.parent
+LENGTHS = (1, 9, 4, 30, 9, 2, 17)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ctranslate2") / "tiny"
+    write_ctranslate2_model(model_of("transformer-tiny"), folder)
+    return folder
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("lengths", [LENGTHS[3:4], LENGTHS, LENGTHS * 4])
+def test_ctranslate2_gives_the_references_tokens_on_padded_batches(
+    tiny: Path, lengths: tuple[int, ...], workers: int
+) -> None:
+    probe = drawn_probe(EagerEngine(model_of("transformer-tiny")), lengths, steps=48)
+    translation = Translation(tiny, threads=1, workers=workers)
+    found = translation.tokens(translation.results(translation.sources(probe.source, probe.mask), 48))
+    assert np.array_equal(found, probe.tokens)
+
+
+def test_ctranslate2_runs_on_past_eos_as_the_reference_does(tiny: Path) -> None:
+    engine, translation = EagerEngine(model_of("transformer-tiny")), Translation(tiny, threads=1)
+    probe = drawn_probe(engine, [8] * 32, steps=48)
+    ended = (probe.tokens[:, :-1] == engine.spec.eos_id).any(1)
+    assert ended.any()
+    sources = translation.sources(probe.source[ended], probe.mask[ended])
+    assert np.array_equal(translation.tokens(translation.results(sources, 48)), probe.tokens[ended])
+
+
+def test_a_model_that_ctranslate2_cannot_say_is_refused_with_every_reason(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"norm must be 'post', found 'pre'.*hybrid must be False, found True"):
+        write_ctranslate2_model(model_of("fat-tiny"), tmp_path / "fat")
+
+
+def test_kept_results_are_read_again_only_by_what_made_them(tmp_path: Path) -> None:
+    path = tmp_path / "new folder" / "partial.json"
+    Kept(path, {"code": "a", "batches": (1, 8)}).add("0 turn", [1.5])
+    assert Kept(path, {"code": "a", "batches": (1, 8)}).results == {"0 turn": [1.5]}
+    assert Kept(path, {"code": "b", "batches": (1, 8)}).results == {}
+    Kept(path, {}).forget()
+    assert not path.exists()
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A tiny run over bundles that other tests exported: exporting is the slow part."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    for preset in ("transformer-tiny", "fat-tiny"):
+        shutil.copytree(bundle_of(preset).path, Cache(folder, preset).bundle)
+    sizes = "--batch 2 --threads 1 --source 6 --target 5 --positions 4 12 --rounds 1 --repetitions 2"
+    parts = "--part greedy --part positions --part memory"
+    presets = "--preset transformer-tiny --steady-preset fat-tiny"
+    command = [sys.executable, "-m", "benchmarks.engines_greedy", *f"{presets} {parts} {sizes}".split()]
+    run = subprocess.run(
+        [*command, "--cache", folder, "--out", folder / "result.json"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert not list(folder.glob("*.partial.json"))
+    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return found
+
+
+def test_a_run_says_what_was_measured_and_where(result: dict[str, Any]) -> None:
+    assert {"machine", "versions", "commit", "date", "tokens_checked"} <= result.keys()
+    assert {"onnxruntime", "ctranslate2", "torch"} <= result["versions"].keys()
+    assert result["bundles"]["transformer-tiny"]["digest"] == bundle_of("transformer-tiny").digest
+    settings = [(row["engine"], row["workers"]) for row in result["results"]]
+    assert settings == [("fatdeploy", 1), ("ctranslate2", 1), ("ctranslate2", 2), ("reference", 1)]
+    assert [row["repetitions"] for row in result["results"]] == [2, 2, 2, 2]
+    assert sum(row["best_ctranslate2"] for row in result["results"]) == 1
+
+
+def test_a_run_tells_phases_apart_where_the_engine_does(result: dict[str, Any]) -> None:
+    ours, peer, _, reference = (set(row["phases"]) for row in result["results"])
+    told = {"end_to_end", "encode_and_first_token", "per_token_by_difference", "encode_by_difference"}
+    shown = {"encode", "first_token", "per_token"}
+    assert (ours, peer, reference) == (told | shown | {"load"}, told | {"load"}, told | shown)
+    assert [set(row["phases"]) for row in result["positions"]] == [{"position_4", "position_12"}]
+    assert [row["samples"] for row in result["positions"]] == [18]
+    [memory] = result["memory"]
+    assert memory["limit_bytes"] == round(1.75 * memory["weights_bytes"] + 150e6)
+    assert memory["after_load_bytes"] > memory["after_import_bytes"] > 0
+
+
+def test_the_readme_shows_the_peer_once_in_its_best_setting(result: dict[str, Any]) -> None:
+    lines = engines_table({**result, "export": [{"preset": "fat-tiny", "seconds": 61.2}]}).splitlines()
+    assert [line.split(" | ")[1].split(",")[0] for line in lines[2:5]] == [
+        "fatdeploy",
+        "CTranslate2",
+        "PyTorch reference",
+    ]
+    assert " | 1.00 / 1.00 | " in lines[3]
+    assert "`fat-tiny` is exported and certified in 61 s." in lines[6]
+    assert "ctranslate2 4." in lines[8]
