@@ -186,7 +186,7 @@ def _memory_row(turn: Turn, result: dict[str, int]) -> dict[str, Any]:
 @click.option("--source", default=32, show_default=True, help="Source length.")
 @click.option("--target", type=click.IntRange(2), default=64, show_default=True, help="Decoder steps.")
 @click.option("--positions", nargs=2, type=click.IntRange(4), default=(10, 400), show_default=True)
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Turns of each engine.")
+@click.option("--rounds", type=click.IntRange(1), default=4, show_default=True, help="Turns of each engine.")
 @click.option("--repetitions", type=click.IntRange(1), default=5, show_default=True, help="Decodes in a turn.")
 @click.option("--cache", default=CACHE, type=click.Path(path_type=Path), show_default="build/benchmarks")
 @click.option("--out", default=OUT, type=click.Path(path_type=Path), show_default="benchmarks/results/…")

@@ -11,10 +11,11 @@ from benchmarks.ctranslate2_model import write_ctranslate2_model
 from benchmarks.turns import Cache, Sizes
 from fatdeploy.export.certify import drawn_probe
 from fatdeploy.export.eager import EagerEngine
-from fatdeploy.export.pipeline import write_bundle
+from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.weights import model_from_preset
-from fatdeploy.runtimes.verify import NOISE, SAFE_MARGINS, write_probes
+from fatdeploy.runtimes.lockstep import NOISE, SAFE_MARGINS
+from fatdeploy.runtimes.verify import write_probes
 from fatdeploy.spec import Tokens
 
 ATTEMPTS = 100  # of a forced row
@@ -52,7 +53,7 @@ def prepared_model(cache: Cache) -> ReferenceModel:
     """Return a preset, its bundle written."""
     model = model_from_preset(cache.preset)
     if not cache.bundle.exists():
-        write_bundle(model, cache.bundle, name=cache.preset)
+        write_bundle(model, cache.bundle, origin=Origin(name=cache.preset))
     return model
 
 

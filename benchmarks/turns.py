@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+import fatdeploy
 from benchmarks.measuring import Phases, code_digest, timed_decode
 from fatdeploy.bundle import WEIGHTS, read_bundle
 from fatdeploy.runtimes.engine import Capacity, Want
-from fatdeploy.runtimes.ort import OrtEngine, onnxruntime_module
+from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.runtimes.verify import Probe, read_probes
 from fatdeploy.spec import Tokens
 
@@ -207,16 +208,17 @@ def memory(turn: Turn, sizes: Sizes) -> dict[str, Any]:
     """Return what a process holds after it loaded a bundle, and after its first decode."""
     cache = Cache(Path(sizes.cache), turn.preset)
     [probe] = read_probes(cache.probe(turn.batch, sizes.source, sizes.target))
-    onnxruntime_module()
+    importlib.import_module("onnxruntime")
     imported = resident_bytes()
-    bundle = read_bundle(cache.bundle)
-    engine = OrtEngine(bundle, threads=turn.threads)
+    model = fatdeploy.load(cache.bundle, threads=turn.threads)
     loaded = resident_bytes()
-    _, tokens = timed_decode(engine, probe.source, probe.mask, sizes.target)
+    sources = [row[real] for row, real in zip(probe.source, probe.mask, strict=True)]
+    found = model.generate(sources, fatdeploy.DecodeOptions(max_new_tokens=sizes.target))
     decoded = resident_bytes()
-    if not np.array_equal(tokens, probe.tokens):
-        raise SystemExit("the tokens are not those of the reference: no memory was recorded")
-    weights = bundle.file(WEIGHTS).stat().st_size
+    for row, one in zip(probe.tokens.tolist(), found, strict=True):
+        if list(one.tokens) != row[: len(one.tokens)]:
+            raise SystemExit("the tokens are not those of the reference: no memory was recorded")
+    weights = model.bundle.file(WEIGHTS).stat().st_size
     return {
         "after_import_bytes": imported,
         "after_load_bytes": loaded,
@@ -236,14 +238,14 @@ def export(turn: Turn, sizes: Sizes) -> dict[str, Any]:
     """Return seconds of one export, from a model in memory to a certified bundle, which is not kept."""
     import torch
 
-    from fatdeploy.export.pipeline import write_bundle
+    from fatdeploy.export.pipeline import Origin, write_bundle
     from fatdeploy.export.reference.weights import model_from_preset
 
     torch.set_num_threads(turn.threads)
     model = model_from_preset(turn.preset)
     with tempfile.TemporaryDirectory(dir=sizes.cache) as folder:
         started = time.perf_counter()
-        write_bundle(model, Path(folder) / "bundle", name=turn.preset)
+        write_bundle(model, Path(folder) / "bundle", origin=Origin(name=turn.preset))
         return {"seconds": time.perf_counter() - started}
 
 

@@ -30,7 +30,8 @@ from fatdeploy.spec import ModelSpec, Tokens
 NEW_TOKENS = 48
 # Source lengths of each batch; None is the longest the model takes.
 BATCHES: tuple[tuple[int | None, ...], ...] = ((7,), (1, 31, None), (1, 2, 7, 31, None, 2, 7, 31))
-CANDIDATES, ROUNDS = 8, 12
+# Random sources that are tried in vain before weights are called undecided, and how many at once.
+TRIES, FEWEST, MOST = 96, 2, 16
 
 
 def certified(
@@ -89,30 +90,29 @@ def drawn_probes(engine: EagerEngine, seed: int = 0) -> list[Probe]:
     batches = [[min(length or spec.max_source, spec.max_source) for length in batch] for batch in BATCHES]
     # A length at a time: padding short sources to the longest would cost most of the time.
     safe = {length: _safe_rows(engine, length, steps, draw) for batch in batches for length in batch}
-    longest = next(_safe_rows(engine, min(7, spec.max_source), spec.max_target, draw, CANDIDATES))
+    longest = next(_safe_rows(engine, min(7, spec.max_source), spec.max_target, draw))
     return [*(_probe([next(safe[length]) for length in batch], spec) for batch in batches), _probe([longest], spec)]
 
 
 def drawn_probe(engine: EagerEngine, lengths: Sequence[int], steps: int, seed: int = 0) -> Probe:
     """Return one batch of random sources of these lengths, safe for so many steps."""
     draw = np.random.default_rng(seed)
-    safe = {length: _safe_rows(engine, length, steps, draw, CANDIDATES) for length in lengths}
+    safe = {length: _safe_rows(engine, length, steps, draw) for length in lengths}
     return _probe([next(safe[length]) for length in lengths], engine.spec)
 
 
-def _safe_rows(
-    engine: EagerEngine, length: int, steps: int, draw: np.random.Generator, at_once: int = 2
-) -> Iterator[Row]:
+def _safe_rows(engine: EagerEngine, length: int, steps: int, draw: np.random.Generator) -> Iterator[Row]:
     """Yield random sources of a length that are safe for so many steps, as many as are asked for."""
     special = {engine.spec.pad_id, engine.spec.bos_id, engine.spec.eos_id}
     ordinary = [token for token in range(engine.spec.vocab_size) if token not in special]
-    failures = 0
-    while failures < ROUNDS:
+    at_once, tried = FEWEST, 0
+    while tried < TRIES:
         rows = [row for row in _rows(engine, draw.choice(ordinary, (at_once, length)), steps) if row.safe]
-        failures = 0 if rows else failures + 1
+        # Most rows of most models are safe; where they are not, larger batches find one sooner.
+        at_once, tried = (FEWEST, 0) if rows else (min(2 * at_once, MOST), tried + at_once)
         yield from rows
     raise ExportFailed(
-        f"none of {ROUNDS * at_once} random sources of length {length} keeps a safe margin between the best and "
+        f"none of {tried} random sources of length {length} keeps a safe margin between the best and "
         f"the next token for {steps} steps: these weights decide by chance, and parity on them would prove nothing"
     )
 
