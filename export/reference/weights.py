@@ -17,8 +17,8 @@ from fatdeploy.export.reference.presets import config_from_preset
 # because a part of it that all positions share chooses the same token everywhere.
 SPREAD = 0.57
 CROSS_SHARPNESS, CROSS_STRENGTH = 4.0, 1.5  # of queries and of keys; of values and of the output
-# `fast_fc` has smaller weights, and scores that are too sharp amplify the noise of fp32: with 4.0 the logits of fat-base
-# in PyTorch were up to twice their bound away from those in float64, with 2.0 a tenth of it.
+# `fast_fc` has smaller weights, and too sharp scores amplify the noise of fp32: with 4.0 the logits of fat-base in
+# PyTorch were up to twice their bound away from those in float64, with 2.0 a tenth of it.
 FAST_FC_SHARPNESS, FAST_FC_STRENGTH = 2.0, 2.0
 CENTRE_GRID = 1 / 16  # coarse, so that the rounding of another processor's sums does not become another model
 
