@@ -76,10 +76,11 @@ def verify(
     agreement = None
     if against is not None:
         # The one place where a device-side command calls the exporter: only who asks for torch needs it.
-        from fatdeploy.export.against import compared_with_model
         from fatdeploy.export.commands import need_export_packages
 
         need_export_packages()
+        from fatdeploy.export.against import compared_with_model
+
         agreement = compared_with_model(found, running, against, count, seed, watched).as_dict()
     if as_json:
         click.echo(json.dumps(parity if agreement is None else {**parity, "against": agreement}))
