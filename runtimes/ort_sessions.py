@@ -92,8 +92,10 @@ def opened_sessions(ort: Any, bundle: Bundle, options: OrtOptions) -> Sessions:
     _check_available(ort, options)
     encoder, decoder = (_session(ort, bundle, name, options) for name in (ENCODER, DECODER))
     spec, branches = bundle.spec, bundle.manifest.dialect == "ort"
+    fixed = spec.fixed_axes(branches=branches)
+    inputs, outputs = spec.decoder_inputs(branches=branches), spec.decoder_outputs()
     _check_contract(encoder, ENCODER, spec.encoder_inputs(), spec.encoder_outputs())
-    _check_contract(decoder, DECODER, spec.decoder_inputs(branches=branches), spec.decoder_outputs())
+    _check_contract(decoder, DECODER, *([one.fixed(fixed) for one in kind] for kind in (inputs, outputs)))
     return Sessions(encoder, decoder)
 
 
@@ -186,13 +188,21 @@ def _differences(kind: str, found: Sequence[Any], expected: Sequence[TensorSpec]
     if names[0] != names[1]:
         return [f"{kind}s must be {names[1]}, found {names[0]}"]
     return [
-        f"{one.name} must have shape {list(spec.shape)}, found {one.shape}"
+        f"{one.name} must be {spec.dtype} {list(spec.shape)}, found {_dtype(one)} {one.shape}"
         for one, spec in zip(found, expected, strict=True)
-        if not _shape_fits(one.shape, spec)
+        if _dtype(one) != spec.dtype or not _shape_fits(one.shape, spec)
     ]
 
 
+def _dtype(found: Any) -> str:
+    """Return an input's or output's element type as numpy calls it."""
+    name = str(found.type).removeprefix("tensor(").removesuffix(")")
+    return {"float": "float32", "double": "float64"}.get(name, name)
+
+
 def _shape_fits(found: Sequence[Any], spec: TensorSpec) -> bool:
+    """Return whether a graph's axes are the contract's: the same numbers, and none where any size may come."""
     return len(found) == len(spec.shape) and all(
-        isinstance(size, str) or size == there for size, there in zip(spec.shape, found, strict=True)
+        size == there if isinstance(size, int) else not isinstance(there, int)
+        for size, there in zip(spec.shape, found, strict=True)
     )
