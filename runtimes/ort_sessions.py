@@ -155,7 +155,7 @@ def _severity() -> int:
 def _explained(
     ort: Any, error: Exception, bundle: Bundle, name: str, options: OrtOptions
 ) -> BackendUnavailable | BundleError:
-    reason = " ".join(str(error).split()).rstrip(".")
+    reason = _in_one_line(error)
     # What a provider could not do comes as these; what is wrong with a graph has classes of its own.
     of_provider = ValueError, RuntimeError, ort.capi.onnxruntime_pybind11_state.EPFail
     if list(options.providers) != ["cpu"] and isinstance(error, of_provider):
@@ -164,6 +164,18 @@ def _explained(
         f"onnxruntime cannot open {bundle.file(name)}: {reason}. "
         f"Copy the bundle again, or export it again: fatdeploy export SOURCE --out {bundle.path} --force"
     )
+
+
+def run_failed(bundle: Bundle, name: str, error: Exception) -> BundleError:
+    """Return what to say of a graph that could be opened and cannot be run."""
+    return BundleError(
+        f"onnxruntime cannot run {bundle.file(name)}: {_in_one_line(error)}. "
+        f"See whether the bundle is whole: fatdeploy verify {bundle.path}"
+    )
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
 
 
 def _fallen_back(name: str, options: OrtOptions, reason: str) -> BackendUnavailable:
@@ -175,10 +187,13 @@ def _fallen_back(name: str, options: OrtOptions, reason: str) -> BackendUnavaila
 
 def _check_contract(session: Any, name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
     """Raise unless a graph's inputs and outputs are those of the contract."""
-    reasons = [
-        *_differences("input", session.get_inputs(), inputs),
-        *_differences("output", session.get_outputs(), outputs),
-    ]
+    try:
+        reasons = [
+            *_differences("input", session.get_inputs(), inputs),
+            *_differences("output", session.get_outputs(), outputs),
+        ]
+    except UnicodeDecodeError as error:
+        reasons = [f"a name in it is no UTF-8: {error}"]
     if reasons:
         raise BundleError(in_one_line(f"{name} does not fit the bundle's contract", reasons))
 
