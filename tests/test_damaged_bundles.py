@@ -163,25 +163,22 @@ def renamed_input(graph: onnx.GraphProto) -> None:
     graph.input[0].name = "ids"
 
 
-def read_through(op: str, *more: str, **attributes: Any) -> Callable[[onnx.GraphProto], None]:
-    """Return a change after which the graph reads the source through one more op."""
-
-    def change(graph: onnx.GraphProto) -> None:
-        for node in graph.node:
-            node.input[:] = ["through" if name == "source" else name for name in node.input]
-        graph.node.insert(0, onnx.helper.make_node(op, ["source", *more], ["through"], **attributes))
-
-    return change
+def read_through(graph: onnx.GraphProto, op: str, *more: str, **attributes: Any) -> None:
+    """Let a graph read its first input through one more op."""
+    first = graph.input[0].name
+    for node in graph.node:
+        node.input[:] = ["through" if name == first else name for name in node.input]
+    graph.node.insert(0, onnx.helper.make_node(op, [first, *more], ["through"], **attributes))
 
 
 def source_of_int32(graph: onnx.GraphProto) -> None:
     graph.input[0].type.tensor_type.elem_type = onnx.TensorProto.INT32
-    read_through("Cast", to=onnx.TensorProto.INT64)(graph)
+    read_through(graph, "Cast", to=onnx.TensorProto.INT64)
 
 
-def far_source(graph: onnx.GraphProto) -> None:
+def far_ids(graph: onnx.GraphProto) -> None:
     graph.initializer.append(onnx.helper.make_tensor("far", onnx.TensorProto.INT64, [], [1 << 30]))
-    read_through("Add", "far")(graph)
+    read_through(graph, "Add", "far")
 
 
 def weights_in(location: str) -> Callable[[onnx.GraphProto], None]:
@@ -237,14 +234,13 @@ def test_a_contract_of_another_model_does_not_fit_the_graphs(folder: Path) -> No
     ) in refusal(folder, "verify", "run")
 
 
-def test_a_graph_that_opens_and_cannot_run_is_an_error_of_the_bundle(folder: Path) -> None:
+@pytest.mark.parametrize("name", [ENCODER, DECODER])
+def test_a_graph_that_opens_and_cannot_run_is_an_error_of_the_bundle(folder: Path, name: str) -> None:
     # An index behind the end of a table is noticed when it is used.
-    changed_graph(folder / ENCODER, far_source)
+    changed_graph(folder / name, far_ids)
     write_manifest(folder, bundle_of(TINY).manifest)
     model = fatdeploy.load(folder)
-    with pytest.raises(
-        BundleError, match=r"cannot run .*encoder\.onnx: .*out of .*bounds.*: fatdeploy verify"
-    ) as caught:
+    with pytest.raises(BundleError, match=rf"cannot run .*{name}: .*out of .*bounds.*: fatdeploy verify") as caught:
         model.generate([[5, 6]])
     assert "\n" not in str(caught.value)
     assert command("run", folder).exit_code == command("verify", folder).exit_code == 1

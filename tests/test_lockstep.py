@@ -72,18 +72,16 @@ def test_engines_that_say_the_same_agree_on_every_logit() -> None:
 
 
 def test_another_token_within_twice_the_noise_is_a_tie_and_counted_apart() -> None:
-    # The reference prefers 6 to 2 by 1.9e-5; half of it, well within the bound of 1e-5, turns the order round.
-    found = comparison(
-        lambda step, logits: near(step, logits, 1 + 1e-6), lambda step, logits: near(step, logits, 1 - 8e-6)
-    )
+    # The reference prefers 6 to 2 by 1.6e-5; both logits are moved by less than the bound of 1e-5, against each other.
+    def turned(step: int, logits: Logits) -> None:
+        at(2, 0, 6, 1 - 9e-6)(step, logits)
+        at(2, 0, 2, 1 - 7e-6)(step, logits)
+
+    found = comparison(turned, at(2, 0, 2, 1 - 1.6e-5))
     assert (found.expected[0, 2], found.found[0, 2]) == (6, 2)
     assert found.first_miss is None
     assert found.ties.tolist() == [[False, False, True, False], [False] * 4]
     assert agreement_of([found]).ties == 1
-
-
-def near(step: int, logits: Logits, value: float) -> None:
-    at(2, 0, 2, value)(step, logits)
 
 
 def test_another_token_beyond_twice_the_noise_is_a_miss_with_its_row_and_step() -> None:
