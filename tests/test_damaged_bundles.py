@@ -181,6 +181,12 @@ def far_ids(graph: onnx.GraphProto) -> None:
     read_through(graph, "Add", "far")
 
 
+def misspelt_name(folder: Path) -> None:
+    # Any byte of the same length leaves the message whole; onnxruntime itself does not mind.
+    data = (folder / ENCODER).read_bytes()
+    (folder / ENCODER).write_bytes(data.replace(b"source_mask", b"source_mas\xff"))
+
+
 def weights_in(location: str) -> Callable[[onnx.GraphProto], None]:
     def move(graph: onnx.GraphProto) -> None:
         tensor = next(one for one in graph.initializer if one.external_data)
@@ -206,6 +212,7 @@ def weights_in(location: str) -> Callable[[onnx.GraphProto], None]:
         (lambda folder: (folder / DECODER).write_bytes(b"\xff" * 5000), "decoder.onnx failed:Protobuf parsing failed"),
         (lambda folder: (folder / ENCODER).write_bytes(b""), "encoder.onnx failed:No graph was found"),
         (lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-4096]), "out of bounds"),
+        (misspelt_name, "encoder.onnx does not fit the bundle's contract: a name in it is no UTF-8: 'utf-8' codec"),
         (in_graph(ENCODER, weights_in("../x")), "External data path escapes model directory"),
         (in_graph(DECODER, weights_in("/etc/hostname")), "Absolute path not allowed for external data"),
         (in_graph(DECODER, weights_in(MANIFEST)), "out of bounds"),
