@@ -90,6 +90,27 @@ def verify(
         click.echo(f"{bundle} against {against}: {agreement_line(agreement)}")
 
 
+@click.command(
+    epilog="""\b
+Examples:
+  fatdeploy inspect my-model
+  fatdeploy inspect my-model --json | jq .weights
+"""
+)
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def inspect(bundle: Path, as_json: bool) -> None:
+    """Show what a bundle holds: contract, graphs, weights, origin, proof.
+
+    Every file is checked against its hash first; no graph is opened.
+    """
+    from fatdeploy.bundle import read_bundle
+    from fatdeploy.runtimes.inspection import inspected, inspection_lines
+
+    found = inspected(read_bundle(bundle))
+    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(inspection_lines(found)))
+
+
 def watched(batches: list[Batch]) -> AbstractContextManager[Iterable[Batch]]:
     """Show on standard error how far a list has come, unless nobody looks or --quiet was given."""
     quiet = not logging.getLogger("fatdeploy").isEnabledFor(logging.WARNING)

@@ -1,34 +1,13 @@
-"""``fatdeploy inspect``: what a bundle is, from its manifest and certificate alone. Opens no graph, needs no engine."""
+"""What a bundle is, from its manifest and certificate alone. Opens no graph, needs no engine."""
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import click
-
-from fatdeploy.bundle import DECODER, ENCODER, PARITY, Bundle, read_bundle
+from fatdeploy.bundle import DECODER, ENCODER, PARITY, Bundle
 from fatdeploy.errors import BundleError
 from fatdeploy.records import json_from_record
 from fatdeploy.tables import aligned
-
-
-@click.command(
-    epilog="""\b
-Examples:
-  fatdeploy inspect my-model
-  fatdeploy inspect my-model --json | jq .weights
-"""
-)
-@click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-def inspect(bundle: Path, as_json: bool) -> None:
-    """Show what a bundle holds: contract, graphs, weights, origin, proof.
-
-    Every file is checked against its hash first; no graph is opened.
-    """
-    found = inspected(read_bundle(bundle))
-    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(inspection_lines(found)))
 
 
 def inspected(bundle: Bundle) -> dict[str, Any]:
