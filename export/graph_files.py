@@ -13,6 +13,8 @@ from onnx import numpy_helper
 from fatdeploy.errors import ExportFailed
 
 LARGEST_STRUCTURE = 2**31 - 1
+# Smaller tensors (shapes, axes, scales) stay in the graph, where optimisers look at them.
+INLINE_BELOW = 1024
 
 
 def read_structure(path: Path) -> onnx.ModelProto:
@@ -37,6 +39,39 @@ def tensor_data(tensor: onnx.TensorProto, folder: Path) -> bytes:
     with (folder / place["location"]).open("rb") as file:
         file.seek(int(place.get("offset", 0)))
         return bytes(file.read(int(place["length"])))
+
+
+def hold(tensor: onnx.TensorProto, data: bytes) -> None:
+    """Let a tensor keep its data in the graph."""
+    _empty(tensor)
+    tensor.data_location = onnx.TensorProto.DEFAULT
+    tensor.raw_data = data
+
+
+def point(tensor: onnx.TensorProto, location: str, offset: int, length: int) -> None:
+    """Let a tensor read its data from a file beside the graph."""
+    _empty(tensor)
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    for key, value in (("location", location), ("offset", str(offset)), ("length", str(length))):
+        tensor.external_data.add(key=key, value=value)
+
+
+def _empty(tensor: onnx.TensorProto) -> None:
+    for field in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data", "external_data"):
+        tensor.ClearField(field)
+
+
+def move_weights_out(model: onnx.ModelProto, path: Path) -> None:
+    """Let the weights that a graph holds stand in a file of their own beside ``path``, where it will be written."""
+    beside = path.with_suffix(".weights")
+    with beside.open("wb") as file:
+        for tensor in (one for part in graphs_of(model.graph) for one in part.initializer):
+            if tensor.data_location == onnx.TensorProto.EXTERNAL:
+                continue
+            data = tensor_data(tensor, path.parent)
+            if len(data) >= INLINE_BELOW:
+                point(tensor, beside.name, file.tell(), len(data))
+                file.write(data)
 
 
 def graphs_of(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:

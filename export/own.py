@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fatdeploy.errors import ConfigError, ExportFailed, in_one_line
 from fatdeploy.export.contract import Flat, Memory, flat_model
-from fatdeploy.spec import TensorSpec
+from fatdeploy.spec import ModelSpec, TensorSpec
 
 # A source of three tokens beside one of two, and so many target tokens: enough to see padding, rows and a second step.
 LENGTHS, STEPS = (3, 2), 4
@@ -43,32 +43,42 @@ def model_from_factory(source: str) -> nn.Module:
 def check_own_model(model: Flat) -> None:
     """Raise ExportFailed unless memory and state are as described, and ``forward`` agrees with repeated steps."""
     spec = model.spec
+    source, mask, tokens = _drawn_example(spec)
+    (batch, longest), steps = source.shape, tokens.shape[1]
+    sizes = {"batch": batch, "rows": batch, "source": longest, "capacity": spec.max_target}
+    memory = Memory(source, mask, model.encoded(source, mask))
+    state = model.started(memory, spec.max_target)
+    encoded = wrong_tensors("encode", memory.tensors, spec.memory, sizes)
+    _refuse([*encoded, *wrong_tensors("start", state, spec.state, sizes)])
+    whole = model.inner(source, mask, tokens)
+    _refuse(wrong_logits("forward", whole, [batch, steps, spec.vocab_size]))
+    for position in range(steps):
+        called, state = model.called(tokens[:, position : position + 1], position, state, memory)
+        found = model.logits(called, memory)
+        stepped = wrong_tensors("step", state, spec.state, sizes)
+        _refuse([*stepped, *wrong_logits("step", found, [batch, 1, spec.vocab_size])])
+        check_equal(position, found[:, 0], whole[:, position])
+
+
+def _drawn_example(spec: ModelSpec) -> tuple[Tensor, Tensor, Tensor]:
     lengths = np.minimum(LENGTHS, spec.max_source)
-    steps = min(STEPS, spec.max_target)
     draw = np.random.default_rng(0)
     mask = torch.from_numpy(np.arange(lengths.max()) < lengths[:, None])
     source = torch.from_numpy(draw.integers(0, spec.vocab_size, mask.shape)).masked_fill(~mask, spec.pad_id)
-    tokens = torch.from_numpy(draw.integers(0, spec.vocab_size, (len(lengths), steps)))
+    tokens = torch.from_numpy(draw.integers(0, spec.vocab_size, (len(lengths), min(STEPS, spec.max_target))))
     tokens[:, 0] = spec.bos_id
-    memory = Memory(source, mask, model.encoded(source, mask))
-    state = model.started(memory, spec.max_target)
-    sizes = {"batch": len(lengths), "rows": len(lengths), "source": int(lengths.max()), "capacity": spec.max_target}
-    reasons = [*wrong_tensors("encode", memory.tensors, spec.memory, sizes)]
-    reasons += wrong_tensors("start", state, spec.state, sizes)
+    return source, mask, tokens
+
+
+def _refuse(reasons: list[str]) -> None:
     if reasons:
         raise ExportFailed(in_one_line("the model is not what its spec says", reasons))
-    whole = model.inner(source, mask, tokens)
-    for position in range(steps):
-        called, state = model.called(tokens[:, position : position + 1], position, state, memory)
-        reasons = wrong_tensors("step", state, spec.state, sizes)
-        found, expected = model.logits(called, memory)[:, 0], whole[:, position]
-        if found.shape != (len(lengths), spec.vocab_size):
-            reasons.append(
-                f"step gave logits {list(found.shape)} a position, expected {[len(lengths), spec.vocab_size]}"
-            )
-        if reasons:
-            raise ExportFailed(in_one_line("the model is not what its spec says", reasons))
-        check_equal(position, found, expected)
+
+
+def wrong_logits(method: str, logits: Tensor, expected: list[int]) -> list[str]:
+    """Say what is wrong with the logits that a method returned."""
+    found = list(logits.shape)
+    return [] if found == expected else [f"{method} returned logits {found}, expected {expected}"]
 
 
 def check_equal(position: int, found: Tensor, expected: Tensor) -> None:

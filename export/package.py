@@ -9,11 +9,17 @@ from pathlib import Path
 import onnx
 
 from fatdeploy.bundle import WEIGHTS, WeightGroup
-from fatdeploy.export.graph_files import graphs_of, read_structure, tensor_data, write_structure
+from fatdeploy.export.graph_files import (
+    INLINE_BELOW,
+    graphs_of,
+    hold,
+    point,
+    read_structure,
+    tensor_data,
+    write_structure,
+)
 from fatdeploy.export.trace import INNER
 
-# Smaller tensors (shapes, axes, scales) stay in the graph, where optimisers look at them.
-INLINE_BELOW = 1024
 # Vector loads want 64 bytes; a page is not needed, onnxruntime aligns its mapping itself.
 ALIGNMENT = 64
 
@@ -37,13 +43,13 @@ def write_graphs(graphs: Mapping[str, Path], folder: Path) -> dict[str, WeightGr
                     groups[part] = _grown(groups.get(part), math.prod(tensor.dims), len(data))
                 if len(data) < INLINE_BELOW:
                     offsets[key] = -1
-                    _hold(tensor, data)
+                    hold(tensor, data)
                     continue
                 if key not in offsets:
                     weights.write(b"\0" * (-weights.tell() % ALIGNMENT))
                     offsets[key] = weights.tell()
                     weights.write(data)
-                _point(tensor, offsets[key], len(data))
+                point(tensor, WEIGHTS, offsets[key], len(data))
             write_structure(graph, folder / name)
     return dict(sorted(groups.items()))
 
@@ -63,23 +69,3 @@ def _parts_of_tensors(graph: onnx.GraphProto) -> dict[str, str]:
             part = module or name.removeprefix(INNER).rpartition(".")[0]
             parts.setdefault(name, re.sub(r"(?<=\.)\d+(?=\.|$)", "*", part))
     return parts
-
-
-def _hold(tensor: onnx.TensorProto, data: bytes) -> None:
-    """Let a tensor keep its data in the graph."""
-    _empty(tensor)
-    tensor.data_location = onnx.TensorProto.DEFAULT
-    tensor.raw_data = data
-
-
-def _point(tensor: onnx.TensorProto, offset: int, length: int) -> None:
-    """Let a tensor read its data from the weights file."""
-    _empty(tensor)
-    tensor.data_location = onnx.TensorProto.EXTERNAL
-    for key, value in (("location", WEIGHTS), ("offset", str(offset)), ("length", str(length))):
-        tensor.external_data.add(key=key, value=value)
-
-
-def _empty(tensor: onnx.TensorProto) -> None:
-    for field in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data", "external_data"):
-        tensor.ClearField(field)

@@ -9,7 +9,7 @@ import onnxsim
 from numpy.typing import NDArray
 
 from fatdeploy.errors import ExportFailed
-from fatdeploy.export.graph_files import read_structure, strip, write_structure
+from fatdeploy.export.graph_files import move_weights_out, read_structure, strip, write_structure
 from fatdeploy.runtimes.ort_sessions import onnxruntime_module
 
 # MatMul + Add over three axes would become Reshape, Gemm, Reshape: slower in onnxruntime, and weights no longer alike.
@@ -46,6 +46,8 @@ def _keep_contract(graph: Path, result: Path) -> None:
         del getattr(new.graph, kind)[:]
         getattr(new.graph, kind).extend(getattr(old.graph, kind))
     strip(new)
+    # onnxsim writes the weights of a small graph into it.
+    move_weights_out(new, result)
     write_structure(new, result)
 
 

@@ -52,8 +52,7 @@ def _traced(
     path: Path,
 ) -> Path:
     spec = graph.model.spec
-    # In `standard` the capacity is a number: TensorRT updates caches of a fixed length only.
-    fixed = {"capacity": spec.max_target} if dialect == "standard" else {}
+    fixed = spec.fixed_axes(branches=dialect == "ort")
     sizes = {**{axis: min(size, _longest(axis, spec)) for axis, size in EXAMPLE.items()}, **fixed}
     dynamic = [
         {i: Dim.AUTO for i, axis in enumerate(one.shape) if axis in EXAMPLE and axis not in fixed} for one in inputs

@@ -16,7 +16,7 @@ COMMANDS = {
     "demo": "fatdeploy.export.commands",
     "doctor": "fatdeploy.runtimes.commands",
     "export": "fatdeploy.export.commands",
-    "inspect": "fatdeploy.runtimes.inspection",
+    "inspect": "fatdeploy.runtimes.commands",
     "presets": "fatdeploy.export.commands",
     "run": "fatdeploy.runtimes.run_command",
     "verify": "fatdeploy.runtimes.commands",

@@ -27,6 +27,11 @@ class TensorSpec:
         """Return the shape with the named axes' sizes in it."""
         return tuple(axis if isinstance(axis, int) else sizes[axis] for axis in self.shape)
 
+    def fixed(self, sizes: Mapping[str, int]) -> "TensorSpec":
+        """Return the same with some of the named axes' sizes in it."""
+        shape = tuple(axis if isinstance(axis, int) else sizes.get(axis, axis) for axis in self.shape)
+        return TensorSpec(self.name, self.dtype, shape)
+
 
 @dataclass(frozen=True)
 class StateSpec(TensorSpec):
@@ -171,6 +176,10 @@ class ModelSpec:
     def decoder_outputs(self) -> tuple[TensorSpec, ...]:
         """Return the outputs of the decoder graph, in order."""
         return (*self.results, *self.present)
+
+    def fixed_axes(self, *, branches: bool) -> dict[str, int]:
+        """Return the axes that are numbers in the graphs: TensorRT updates caches of a fixed length only."""
+        return {} if branches else {"capacity": self.max_target}
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON values, defaults included: a later change of a default changes no bundle."""

@@ -76,10 +76,11 @@ def verify(
     agreement = None
     if against is not None:
         # The one place where a device-side command calls the exporter: only who asks for torch needs it.
-        from fatdeploy.export.against import compared_with_model
         from fatdeploy.export.commands import need_export_packages
 
         need_export_packages()
+        from fatdeploy.export.against import compared_with_model
+
         agreement = compared_with_model(found, running, against, count, seed, watched).as_dict()
     if as_json:
         click.echo(json.dumps(parity if agreement is None else {**parity, "against": agreement}))
@@ -87,6 +88,27 @@ def verify(
     click.echo(f"{bundle}: {parity_line(parity)}")
     if agreement is not None:
         click.echo(f"{bundle} against {against}: {agreement_line(agreement)}")
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  fatdeploy inspect my-model
+  fatdeploy inspect my-model --json | jq .weights
+"""
+)
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def inspect(bundle: Path, as_json: bool) -> None:
+    """Show what a bundle holds: contract, graphs, weights, origin, proof.
+
+    Every file is checked against its hash first; no graph is opened.
+    """
+    from fatdeploy.bundle import read_bundle
+    from fatdeploy.runtimes.inspection import inspected, inspection_lines
+
+    found = inspected(read_bundle(bundle))
+    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(inspection_lines(found)))
 
 
 def watched(batches: list[Batch]) -> AbstractContextManager[Iterable[Batch]]:

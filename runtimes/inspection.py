@@ -1,34 +1,13 @@
-"""``fatdeploy inspect``: what a bundle is, from its manifest and certificate alone. Opens no graph, needs no engine."""
+"""What a bundle is, from its manifest and certificate alone. Opens no graph, needs no engine."""
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import click
-
-from fatdeploy.bundle import DECODER, ENCODER, PARITY, Bundle, read_bundle
+from fatdeploy.bundle import DECODER, ENCODER, PARITY, Bundle
 from fatdeploy.errors import BundleError
 from fatdeploy.records import json_from_record
 from fatdeploy.tables import aligned
-
-
-@click.command(
-    epilog="""\b
-Examples:
-  fatdeploy inspect my-model
-  fatdeploy inspect my-model --json | jq .weights
-"""
-)
-@click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-def inspect(bundle: Path, as_json: bool) -> None:
-    """Show what a bundle holds: contract, graphs, weights, origin, proof.
-
-    Every file is checked against its hash first; no graph is opened.
-    """
-    found = inspected(read_bundle(bundle))
-    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(inspection_lines(found)))
 
 
 def inspected(bundle: Bundle) -> dict[str, Any]:
@@ -39,6 +18,7 @@ def inspected(bundle: Bundle) -> dict[str, Any]:
         ENCODER: (spec.encoder_inputs(), spec.encoder_outputs()),
         DECODER: (spec.decoder_inputs(branches=branches), spec.decoder_outputs()),
     }
+    fixed = spec.fixed_axes(branches=branches)
     return {
         **json_from_record(manifest),
         "digest": bundle.digest,
@@ -46,8 +26,8 @@ def inspected(bundle: Bundle) -> dict[str, Any]:
         "parameters": sum(group.parameters for group in manifest.weights.values()),
         "graphs": {
             name: {
-                "inputs": [json_from_record(one) for one in inputs],
-                "outputs": [json_from_record(one) for one in outputs],
+                "inputs": [json_from_record(one.fixed(fixed)) for one in inputs],
+                "outputs": [json_from_record(one.fixed(fixed)) for one in outputs],
                 "ops": manifest.histograms.get(name, {}),
             }
             for name, (inputs, outputs) in graphs.items()
@@ -60,9 +40,12 @@ def _certificate(bundle: Bundle) -> Any:
     if PARITY not in bundle.manifest.files:
         return None
     try:
-        return json.loads(bundle.file(PARITY).read_text())
-    except ValueError as error:
-        raise BundleError(f"{bundle.path / PARITY} cannot be read: {error}; export the bundle again") from error
+        certificate = json.loads(bundle.file(PARITY).read_text())
+        _verified(certificate)  # all that is shown of it must be there
+    except (ValueError, LookupError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise BundleError(f"{bundle.path / PARITY} cannot be read: {reason}; export the bundle again") from error
+    return certificate
 
 
 def inspection_lines(found: dict[str, Any]) -> Iterator[str]:
@@ -119,6 +102,9 @@ def _origin_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     yield "licence", source["licence"] or "not said"
     yield "made with", ", ".join(f"{name} {version}" for name, version in sorted(found["versions"].items()))
     if certificate:
-        parity, machine = certificate["parity"], certificate["machine"]
-        where = f"{machine['cpu']}, {certificate['engine']}"
-        yield "verified", f"{parity['tokens']} tokens of {parity['rows']} rows on {where}"
+        yield "verified", _verified(certificate)
+
+
+def _verified(certificate: dict[str, Any]) -> str:
+    parity, cpu = certificate["parity"], certificate["machine"]["cpu"] or "an unknown CPU"
+    return f"{parity['tokens']} tokens of {parity['rows']} rows on {cpu}, {certificate['engine']}"

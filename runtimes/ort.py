@@ -8,10 +8,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fatdeploy.bundle import Bundle
+from fatdeploy.bundle import DECODER, ENCODER, Bundle
 from fatdeploy.errors import ConfigError, SpecMismatch
 from fatdeploy.runtimes.engine import Capacity, Floats, Rows, StepOut, Want, check_want, sources_of_rows
-from fatdeploy.runtimes.ort_sessions import OrtOptions, Provider, Sessions, onnxruntime_module, opened_sessions
+from fatdeploy.runtimes.ort_sessions import (
+    OrtOptions,
+    Provider,
+    Sessions,
+    onnxruntime_module,
+    opened_sessions,
+    run_failed,
+)
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 Array = NDArray[Any]
@@ -90,6 +97,7 @@ class OrtEngine:
     ) -> None:
         options = OrtOptions(threads=threads, spinning=spinning, providers=providers, optimised=optimised)
         self._ort = onnxruntime_module()
+        self._bundle = bundle
         self.spec: ModelSpec = bundle.spec
         self.branches = bundle.manifest.dialect == "ort"
         self.pool = BufferPool()
@@ -98,7 +106,11 @@ class OrtEngine:
     def encode(self, source: Tokens, mask: Mask, capacity: Capacity) -> OrtState:
         """Read the source and return a state with one row a source."""
         self.spec.check_source(source, mask)
-        outputs = self._open.encoder.run(None, {self.spec.source.name: source, self.spec.source_mask.name: mask})
+        encoder = self._open.encoder
+        try:
+            outputs = encoder.run(None, {self.spec.source.name: source, self.spec.source_mask.name: mask})
+        except Exception as error:  # onnxruntime's have no base of their own
+            raise run_failed(self._bundle, ENCODER, error) from error
         names = [one.name for one in self.spec.encoder_outputs()]
         sources = {
             self.spec.source.name: source,
@@ -124,7 +136,11 @@ class OrtEngine:
             state.bound[key] = self._bound(state, *key)
         bound = state.bound[key]
         bound.tokens[...] = tokens
-        self._open.decoder.run_with_iobinding(bound.bindings[state.n_steps % len(bound.bindings)])
+        decoder, binding = self._open.decoder, bound.bindings[state.n_steps % len(bound.bindings)]
+        try:
+            decoder.run_with_iobinding(binding)
+        except Exception as error:
+            raise run_failed(self._bundle, DECODER, error) from error
         state.position += tokens.shape[1]
         state.n_steps += 1
         return bound.out

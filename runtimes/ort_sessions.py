@@ -92,8 +92,10 @@ def opened_sessions(ort: Any, bundle: Bundle, options: OrtOptions) -> Sessions:
     _check_available(ort, options)
     encoder, decoder = (_session(ort, bundle, name, options) for name in (ENCODER, DECODER))
     spec, branches = bundle.spec, bundle.manifest.dialect == "ort"
+    fixed = spec.fixed_axes(branches=branches)
+    inputs, outputs = spec.decoder_inputs(branches=branches), spec.decoder_outputs()
     _check_contract(encoder, ENCODER, spec.encoder_inputs(), spec.encoder_outputs())
-    _check_contract(decoder, DECODER, spec.decoder_inputs(branches=branches), spec.decoder_outputs())
+    _check_contract(decoder, DECODER, *([one.fixed(fixed) for one in kind] for kind in (inputs, outputs)))
     return Sessions(encoder, decoder)
 
 
@@ -153,7 +155,7 @@ def _severity() -> int:
 def _explained(
     ort: Any, error: Exception, bundle: Bundle, name: str, options: OrtOptions
 ) -> BackendUnavailable | BundleError:
-    reason = " ".join(str(error).split()).rstrip(".")
+    reason = _in_one_line(error)
     # What a provider could not do comes as these; what is wrong with a graph has classes of its own.
     of_provider = ValueError, RuntimeError, ort.capi.onnxruntime_pybind11_state.EPFail
     if list(options.providers) != ["cpu"] and isinstance(error, of_provider):
@@ -162,6 +164,18 @@ def _explained(
         f"onnxruntime cannot open {bundle.file(name)}: {reason}. "
         f"Copy the bundle again, or export it again: fatdeploy export SOURCE --out {bundle.path} --force"
     )
+
+
+def run_failed(bundle: Bundle, name: str, error: Exception) -> BundleError:
+    """Return what to say of a graph that could be opened and cannot be run."""
+    return BundleError(
+        f"onnxruntime cannot run {bundle.file(name)}: {_in_one_line(error)}. "
+        f"See whether the bundle is whole: fatdeploy verify {bundle.path}"
+    )
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
 
 
 def _fallen_back(name: str, options: OrtOptions, reason: str) -> BackendUnavailable:
@@ -173,10 +187,13 @@ def _fallen_back(name: str, options: OrtOptions, reason: str) -> BackendUnavaila
 
 def _check_contract(session: Any, name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
     """Raise unless a graph's inputs and outputs are those of the contract."""
-    reasons = [
-        *_differences("input", session.get_inputs(), inputs),
-        *_differences("output", session.get_outputs(), outputs),
-    ]
+    try:
+        reasons = [
+            *_differences("input", session.get_inputs(), inputs),
+            *_differences("output", session.get_outputs(), outputs),
+        ]
+    except UnicodeDecodeError as error:
+        reasons = [f"a name in it is no UTF-8: {error}"]
     if reasons:
         raise BundleError(in_one_line(f"{name} does not fit the bundle's contract", reasons))
 
@@ -186,13 +203,21 @@ def _differences(kind: str, found: Sequence[Any], expected: Sequence[TensorSpec]
     if names[0] != names[1]:
         return [f"{kind}s must be {names[1]}, found {names[0]}"]
     return [
-        f"{one.name} must have shape {list(spec.shape)}, found {one.shape}"
+        f"{one.name} must be {spec.dtype} {list(spec.shape)}, found {_dtype(one)} {one.shape}"
         for one, spec in zip(found, expected, strict=True)
-        if not _shape_fits(one.shape, spec)
+        if _dtype(one) != spec.dtype or not _shape_fits(one.shape, spec)
     ]
 
 
+def _dtype(found: Any) -> str:
+    """Return an input's or output's element type as numpy calls it."""
+    name = str(found.type).removeprefix("tensor(").removesuffix(")")
+    return {"float": "float32", "double": "float64"}.get(name, name)
+
+
 def _shape_fits(found: Sequence[Any], spec: TensorSpec) -> bool:
+    """Return whether a graph's axes are the contract's: the same numbers, and none where any size may come."""
     return len(found) == len(spec.shape) and all(
-        isinstance(size, str) or size == there for size, there in zip(spec.shape, found, strict=True)
+        size == there if isinstance(size, int) else not isinstance(there, int)
+        for size, there in zip(spec.shape, found, strict=True)
     )

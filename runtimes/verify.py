@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,12 +60,12 @@ def read_probes(path: Path) -> list[Probe]:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             count = 1 + max(int(name.partition(".")[0]) for name in file.files)
             return [_probe(file, index) for index in range(count)]
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+    except Exception as error:  # zip, zlib, numpy and its reading of Python literals each have errors of their own
         raise BundleError(f"cannot read {path}: {error}; export the bundle again") from error
 
 
 def _probe(file: Mapping[str, NDArray[Any]], index: int) -> Probe:
-    return Probe(
+    probe = Probe(
         source=file[f"{index}.source"],
         mask=file[f"{index}.mask"],
         tokens=file[f"{index}.tokens"],
@@ -74,6 +73,12 @@ def _probe(file: Mapping[str, NDArray[Any]], index: int) -> Probe:
         bounds=file[f"{index}.bounds"],
         margins=file[f"{index}.margins"],
     )
+    rows, steps = probe.tokens.shape
+    expected = [(rows, probe.source.shape[-1])] * 2 + [(rows, steps)] + [(rows,)] * 2
+    found = [array.shape for array in (probe.source, probe.mask, probe.best, probe.bounds, probe.margins)]
+    if found != expected or not rows * steps:
+        raise ValueError(f"probe {index} has arrays of shapes {found} for tokens {(rows, steps)}")
+    return probe
 
 
 def verified(engine: Engine[State], probes: Sequence[Probe]) -> Parity:

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -23,9 +24,17 @@ def model_of(preset: str) -> ReferenceModel:
 @cache
 def bundle_of(preset: str, dialect: Dialect = "ort") -> Bundle:
     """Return the exported preset."""
-    folder = Path(os.environ[SHARED]) / f"{preset}-{dialect}"
+    return shared_bundle(
+        f"{preset}-{dialect}",
+        lambda folder: write_bundle(model_of(preset), folder, origin=Origin(name=preset), dialect=dialect),
+    )
+
+
+def shared_bundle(name: str, write: Callable[[Path], object]) -> Bundle:
+    """Return the bundle of a name, which ``write`` makes in a folder if no process of this run has made it yet."""
+    folder = Path(os.environ[SHARED]) / name
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if folder.exists():
-            return read_bundle(folder)
-        return write_bundle(model_of(preset), folder, origin=Origin(name=preset), dialect=dialect)
+        if not folder.exists():
+            write(folder)
+        return read_bundle(folder)

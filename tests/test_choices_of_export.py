@@ -1,0 +1,192 @@
+"""What an export may choose: alignments, shorter limits, best tokens, licence, tokenizer."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from click.testing import CliRunner
+
+from fatdeploy.bundle import DECODER, TOKENIZER, Bundle, Dialect, read_bundle
+from fatdeploy.cli import main
+from fatdeploy.errors import ConfigError, SpecMismatch
+from fatdeploy.export.contract import Choices, flat_model
+from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.pipeline import Origin, write_bundle
+from fatdeploy.export.reference.checkpoint import save_checkpoint
+from fatdeploy.export.reference.model import ReferenceModel
+from fatdeploy.runtimes.decode import DecodeOptions, Hypothesis, decode
+from fatdeploy.runtimes.engine import Capacity, Engine, Want
+from fatdeploy.runtimes.ort import OrtEngine
+from tests.bundles import shared_bundle
+from tests.choices import tiny
+
+SIZES = {"max_source": 12, "max_target": 16}
+ONE_LAYER = {"encoder_layers": 1, "decoder_layers": 1, "max_source": 40, "max_target": 48}
+DIALECTS: list[Dialect] = ["ort", "standard"]
+# The last layer's weights are for copying, those of the first for who aligns.
+HYBRID = {"copy": True, "hybrid": True}
+SOURCE = np.array([[5, 6, 7, 8, 9], [20, 21, 0, 0, 0]])
+MASK = SOURCE != 0
+
+
+@cache
+def model_with(attention: str) -> ReferenceModel:
+    return tiny(SIZES, base="transformer") if attention == "plain" else tiny({**SIZES, **HYBRID})
+
+
+def aligned(attention: str, dialect: Dialect, layer: int) -> tuple[OrtEngine, EagerEngine]:
+    """Return a bundle with a layer's alignments, and the reference that says the same."""
+    model, choices = model_with(attention), Choices(attention_layer=layer)
+    bundle = shared_bundle(
+        f"aligned-{attention}-{dialect}-{layer}",
+        lambda folder: write_bundle(model, folder, origin=Origin(name="aligned"), dialect=dialect, choices=choices),
+    )
+    return OrtEngine(bundle), EagerEngine(flat_model(model, choices))
+
+
+def alignments(engine: Engine[Any], calls: list[list[list[int]]]) -> list[np.ndarray]:
+    """Return the weights of a call on BOS and of others after it, in which each source has two rows."""
+    state = engine.encode(SOURCE, MASK, Capacity(2, 16))
+    found = [np.array(engine.step(np.array([[1], [1]]), state, Want.LOGITS).attention)]
+    engine.reorder(state, np.array([0, 0, 1, 1]))
+    return [*found, *(np.array(engine.step(np.array(call), state, Want.HIDDEN).attention) for call in calls)]
+
+
+@pytest.mark.parametrize(("dialect", "layer"), [("ort", 0), ("standard", 1)])
+def test_a_layers_attention_is_the_references_and_never_on_padding(dialect: Dialect, layer: int) -> None:
+    engine, reference = aligned("plain", dialect, layer)
+    calls = [[[3, 4], [5, 6], [7, 8], [9, 10]], [[50], [51], [52], [53]]]
+    found, expected = alignments(engine, calls), alignments(reference, calls)
+    assert [one.shape for one in found] == [(2, 2, 1, 5), (4, 2, 2, 5), (4, 2, 1, 5)]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(one.sum(-1), 1, rtol=0, atol=1e-6)
+        assert not one[len(one) // 2 :, ..., 2:].any()
+        assert (one[: len(one) // 2] > 0).all()
+    # Heads, positions and the two rows of a source look elsewhere.
+    assert np.abs(found[1][0, 0] - found[1][0, 1]).max() > 0.01
+    assert np.abs(found[1][0, :, 0] - found[1][0, :, 1]).max() > 0.01
+    assert np.abs(found[1][0] - found[1][1]).max() > 0.01
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_attention_is_zero_where_the_gate_is_closed_whether_all_rows_skip_or_some(dialect: Dialect) -> None:
+    engine, reference = aligned("hybrid", dialect, 0)
+    rare, frequent, own = 60, 7, 20
+    calls = [[[rare]] * 4, [[rare], [frequent], [rare], [own]], [[frequent, rare]] * 4]
+    found, expected = alignments(engine, calls), alignments(reference, calls)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+    totals = [np.round(one.sum(-1)[:, 0], 5).tolist() for one in found]  # [R, t] of the first head
+    assert totals == [[[1]] * 2, [[0]] * 4, [[0], [1], [0], [1]], [[1, 0]] * 4]
+
+
+def same_tokens(engine: Engine[Any], reference: Engine[Any], longest: int) -> list[Hypothesis]:
+    draw = np.random.default_rng(2)
+    sources = [draw.integers(3, 64, length).tolist() for length in (1, 2, 7, longest, longest - 1)]
+    found = decode(engine, sources)
+    assert found == decode(reference, sources)
+    assert len({one.tokens for one in found}) == len(sources)
+    return found
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_copying_goes_together_with_the_attention_of_another_layer(dialect: Dialect) -> None:
+    same_tokens(*aligned("hybrid", dialect, 0), longest=12)
+
+
+def test_copying_in_a_hybrid_model_is_exact(tmp_path: Path) -> None:
+    model = tiny({**HYBRID, **ONE_LAYER})
+    bundle = write_bundle(model, tmp_path / "bundle", origin=Origin(name="hybrid"))
+    same_tokens(OrtEngine(bundle), EagerEngine(model), longest=40)
+
+
+@pytest.mark.parametrize(
+    ("choices", "reasons"),
+    [
+        (Choices(attention_layer=2), "attention must be a decoder layer in 0…1, found 2"),
+        (Choices(attention_layer=-1), "attention must be a decoder layer in 0…1, found -1"),
+        (Choices(max_source=13), "max_source must lie in 1…12, found 13"),
+        (Choices(max_target=0), "max_target must lie in 1…16, found 0"),
+        (
+            Choices(max_source=99, max_target=17, top_k=65, attention_layer=7),
+            "max_source must lie in 1…12, found 99; max_target must lie in 1…16, found 17; "
+            "top_k must lie in 1…64, found 65; attention must be a decoder layer in 0…1, found 7",
+        ),
+    ],
+)
+def test_what_the_model_has_not_is_refused_all_at_once(choices: Choices, reasons: str) -> None:
+    with pytest.raises(ConfigError, match=f"^the model cannot be exported so: {reasons}$"):
+        flat_model(model_with("plain"), choices)
+
+
+def test_the_command_says_in_one_line_what_cannot_be_had_and_writes_nothing(tmp_path: Path) -> None:
+    arguments = ["--max-source", "257", "--max-target", "300", "--attention", "2", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(main, ["export", "fat-tiny", *arguments])
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "Error: the model cannot be exported so: max_source must lie in 1…256, found 257; "
+        "max_target must lie in 1…256, found 300; attention must be a decoder layer in 0…1, found 2\n"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def chosen_on_the_command_line(folder: Path) -> tuple[ReferenceModel, Bundle, dict[str, Any]]:
+    """Export a checkpoint with every choice but the attention; return its model, the bundle and what was printed."""
+    model = tiny({**ONE_LAYER, "max_source": 20, "max_target": 24})
+    (folder / "words.json").write_text('{"no": "tokenizer"}')
+    save_checkpoint(model, folder / "mine", tokenizer=folder / "words.json")
+    limits = ["--max-source", "8", "--max-target", "10", "--top-k", "3"]
+    arguments = ["export", str(folder / "mine"), *limits, "--licence", "MIT", "--target", "onnx", "--json"]
+    result = CliRunner().invoke(main, [*arguments, "--out", str(folder / "bundle")])
+    assert result.exit_code == 0, result.stderr
+    return model, read_bundle(folder / "bundle"), json.loads(result.stdout)
+
+
+def test_a_checkpoint_is_exported_with_shorter_limits_its_tokenizer_and_its_licence(tmp_path: Path) -> None:
+    model, bundle, printed = chosen_on_the_command_line(tmp_path)
+    spec, source = bundle.spec, bundle.manifest.source
+    assert (spec.max_source, spec.max_target, spec.top_k) == (8, 10, 3)
+    assert (source.name, source.licence) == ("mine", "MIT")
+    assert bundle.file(TOKENIZER).read_text() == '{"no": "tokenizer"}'
+    assert (printed["bundle"], printed["bytes"]) == (str(tmp_path / "bundle"), bundle.total_bytes)
+    assert (printed["parity"]["rows"], printed["parity"]["tokens"]) == (13, 130)
+    assert (printed["agreement"]["tokens"], printed["agreement"]["ties"]) == (130, 0)
+    check_limits(OrtEngine(bundle), model)
+    shapes = {
+        one.name: [dim.dim_param or dim.dim_value for dim in one.type.tensor_type.shape.dim]
+        for one in onnx.load(bundle.file(DECODER), load_external_data=False).graph.input
+    }
+    assert shapes["past.keys.0"] == ["rows", 2, 10, 16]
+
+
+def check_limits(engine: OrtEngine, model: ReferenceModel) -> None:
+    found = same_tokens(engine, EagerEngine(flat_model(model, Choices(max_source=8, max_target=10))), longest=8)
+    assert {len(one.tokens) for one in found if one.finish == "length"} == {10}
+    assert max(len(one.tokens) for one in found if one.finish == "eos") < 10
+    with pytest.raises(SpecMismatch, match="source 0: has 9 tokens, more than max_source = 8"):
+        decode(engine, [list(range(3, 12))])
+    with pytest.raises(ConfigError, match=r"max_new_tokens must lie in 1…10 \(the model's max_target\), found 11"):
+        decode(engine, [[5]], DecodeOptions(max_new_tokens=11))
+    state = engine.encode(np.array([[5]]), np.ones((1, 1), bool), Capacity(1, 10))
+    assert engine.step(np.array([[1]]), state, Want.TOPK).top_ids.shape == (1, 1, 3)
+
+
+def test_the_length_head_is_cut_to_the_targets_that_are_left(tmp_path: Path) -> None:
+    model = tiny({**ONE_LAYER, "max_source": 16, "max_target": 24}, base="transformer-nat")
+    choices = Choices(max_target=6)
+    bundle = write_bundle(model, tmp_path / "bundle", origin=Origin(name="nat"), choices=choices)
+    engine, reference = OrtEngine(bundle), EagerEngine(flat_model(model, choices))
+    source = np.random.default_rng(3).integers(3, 64, (4, 9))
+    cut, whole = (
+        one.length_log_probs(one.encode(source, np.ones_like(source, bool), Capacity(1, 6)))
+        for one in (engine, EagerEngine(model))
+    )
+    assert (cut.shape, whole.shape) == ((4, 6), (4, 24))
+    np.testing.assert_allclose(cut, whole[:, :6], rtol=0, atol=1e-5)
+    found = same_tokens(engine, reference, longest=16)
+    assert max(len(one.tokens) for one in found) <= 6
