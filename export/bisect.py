@@ -41,7 +41,7 @@ class Stage:
 
 def where_it_begins(model: Flat, bundle: Bundle, traced: Graphs, graphs: Graphs, probe: Probe) -> str:
     """Say in which stage, step, row and tensor a bundle begins to differ from its model on a probe."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=bundle.path.parent) as folder:
         stages = [
             _stage("traced", Path(folder) / "traced", bundle, traced),
             _stage("simplified", Path(folder) / "simplified", bundle, graphs),

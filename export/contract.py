@@ -198,7 +198,7 @@ class Choices:
 def flat_model(model: object, choices: Choices | None = None) -> Flat:
     """Return a model, one of ours or of your own, behind flat tensors."""
     if isinstance(model, Flat):
-        return model
+        return model if choices is None else flat_model(model.inner, choices)
     reasons = lacking(model)
     if reasons or not isinstance(model, nn.Module):
         raise ConfigError(in_one_line(f"a {type(model).__name__} is not a model that can be exported", reasons))

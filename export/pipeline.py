@@ -26,6 +26,7 @@ from fatdeploy.bundle import (
     read_bundle,
     write_manifest,
 )
+from fatdeploy.errors import BundleError, CheckpointError
 from fatdeploy.export.certify import certified, drawn_probes
 from fatdeploy.export.contract import Choices, Flat, flat_model
 from fatdeploy.export.dialects import OPSET
@@ -37,6 +38,7 @@ from fatdeploy.export.simplify import Arrays, simplified
 from fatdeploy.export.trace import traced_decoder, traced_encoder
 from fatdeploy.folders import replaced_folder
 from fatdeploy.runtimes.engine import Want
+from fatdeploy.runtimes.text import Tokenizer
 from fatdeploy.runtimes.verify import write_probes
 from fatdeploy.spec import ModelSpec, TensorSpec
 
@@ -71,6 +73,8 @@ def write_bundle(
     ``stage`` is told what begins.
     """
     flat = flat_model(model, choices)
+    if origin.tokenizer is not None:
+        _check_tokenizer(origin.tokenizer, flat.spec)
     with replaced_folder(folder, force=force) as new, _folder_beside(new) as work:
         traced, graphs = _written_graphs(flat, dialect, work, stage)
         weights = write_graphs(graphs, new)
@@ -88,6 +92,16 @@ def write_bundle(
         (new / PARITY).write_text(json.dumps(certificate, indent=2, sort_keys=True) + "\n")
         write_manifest(new, manifest)
     return read_bundle(folder)
+
+
+def _check_tokenizer(path: Path, spec: ModelSpec) -> None:
+    """Raise, before anything is traced, for a tokenizer that a device could not use."""
+    try:
+        known = Tokenizer(path).n_tokens
+    except BundleError as error:
+        raise CheckpointError(f"{path} is no tokenizer in the format of the tokenizers package: {error}") from error
+    if known > spec.vocab_size:
+        raise CheckpointError(f"{path} has {known} tokens, the model {spec.vocab_size}: it is another model's")
 
 
 def _folder_beside(folder: Path) -> tempfile.TemporaryDirectory[str]:

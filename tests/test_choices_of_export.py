@@ -9,10 +9,12 @@ import numpy as np
 import onnx
 import pytest
 from click.testing import CliRunner
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from fatdeploy.bundle import DECODER, TOKENIZER, Bundle, Dialect, read_bundle
 from fatdeploy.cli import main
-from fatdeploy.errors import ConfigError, SpecMismatch
+from fatdeploy.errors import CheckpointError, ConfigError, SpecMismatch
 from fatdeploy.export.contract import Choices, flat_model
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.pipeline import Origin, write_bundle
@@ -135,10 +137,31 @@ def test_the_command_says_in_one_line_what_cannot_be_had_and_writes_nothing(tmp_
     assert not list(tmp_path.iterdir())
 
 
+def words_of(folder: Path, count: int) -> Path:
+    """Write a tokenizer that knows so many words."""
+    words = {f"word{index}": index for index in range(count)}
+    Tokenizer(WordLevel(words, unk_token="word0")).save(str(folder / "words.json"))
+    return folder / "words.json"
+
+
+def test_a_tokenizer_that_a_device_could_not_use_is_refused_before_tracing(tmp_path: Path) -> None:
+    model = tiny(ONE_LAYER)
+    stages: list[str] = []
+    (tmp_path / "broken.json").write_text('{"no": "tokenizer"}')
+    for path, message in (
+        (tmp_path / "broken.json", r"broken\.json is no tokenizer in the format of the tokenizers package"),
+        (words_of(tmp_path, 65), r"words\.json has 65 tokens, the model 64: it is another model's"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            write_bundle(model, tmp_path / "out", origin=Origin(name="x", tokenizer=path), stage=stages.append)
+    assert not stages
+    assert not (tmp_path / "out").exists()
+
+
 def chosen_on_the_command_line(folder: Path) -> tuple[ReferenceModel, Bundle, dict[str, Any]]:
     """Export a checkpoint with every choice but the attention; return its model, the bundle and what was printed."""
     model = tiny({**ONE_LAYER, "max_source": 20, "max_target": 24})
-    (folder / "words.json").write_text('{"no": "tokenizer"}')
+    words_of(folder, 40)
     save_checkpoint(model, folder / "mine", tokenizer=folder / "words.json")
     limits = ["--max-source", "8", "--max-target", "10", "--top-k", "3"]
     arguments = ["export", str(folder / "mine"), *limits, "--licence", "MIT", "--target", "onnx", "--json"]
@@ -152,7 +175,7 @@ def test_a_checkpoint_is_exported_with_shorter_limits_its_tokenizer_and_its_lice
     spec, source = bundle.spec, bundle.manifest.source
     assert (spec.max_source, spec.max_target, spec.top_k) == (8, 10, 3)
     assert (source.name, source.licence) == ("mine", "MIT")
-    assert bundle.file(TOKENIZER).read_text() == '{"no": "tokenizer"}'
+    assert bundle.file(TOKENIZER).read_bytes() == (tmp_path / "words.json").read_bytes()
     assert (printed["bundle"], printed["bytes"]) == (str(tmp_path / "bundle"), bundle.total_bytes)
     assert (printed["parity"]["rows"], printed["parity"]["tokens"]) == (13, 130)
     assert (printed["agreement"]["tokens"], printed["agreement"]["ties"]) == (130, 0)
