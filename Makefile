@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Parts of the tests run side by side; one torch thread each, or they would fight for the cores.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-TEST_ARGS ?= -n auto
+TEST_ARGS ?= -n auto --dist worksteal
 
 .PHONY: demo test lint types pytest format bench clean
 

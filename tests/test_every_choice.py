@@ -12,7 +12,7 @@ from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.presets import config_from_preset
 from fatdeploy.runtimes.decode import DecodeOptions, decode
 from fatdeploy.runtimes.ort import OrtEngine
-from tests.choices import DECODER, ENCODER, PLAIN, REST, name_of, tiny
+from tests.choices import DECODER, DIRECTIONS, ENCODER, PLAIN, REST, name_of, tiny
 
 SMALL = {"encoder_layers": 1, "decoder_layers": 1, "max_source": 40, "max_target": 48}
 
@@ -27,24 +27,39 @@ def goes_together(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return True
 
 
+def directed() -> list[dict[str, Any]]:
+    """Return the encoder's choices: each attention in one direction, and linear, which has another form for both."""
+    kept: list[dict[str, Any]] = []
+    for index, choice in enumerate(ENCODER):
+        alike = len(DIRECTIONS) if "encoder_direction" in choice else 1
+        turn = (index // alike) % alike == index % alike
+        if turn or (choice["encoder_attention"] == "linear" and choice["encoder_direction"] == "both"):
+            kept.append(choice)
+    return kept
+
+
 def joined() -> list[dict[str, Any]]:
-    """Return the choices of the encoder, each with one of the decoder or the rest as long as there are any."""
-    waiting = [*DECODER, *REST]
-    together = []
-    for choice in ENCODER:
-        fitting = next((other for other in waiting if goes_together(choice, other)), None)
-        if fitting is not None:
-            waiting.remove(fitting)
-        together.append({**choice, **(fitting or {})})
-    return [*together, *waiting]
+    """Return the choices of the encoder, each with one of the decoder and one of the rest as long as there are any."""
+    together = directed()
+    for others in (DECODER, REST):
+        waiting = list(others)
+        for index, choice in enumerate(together):
+            fitting = next((other for other in waiting if goes_together(choice, other)), None)
+            if fitting is not None:
+                waiting.remove(fitting)
+                together[index] = {**choice, **fitting}
+        together += waiting
+    return together
 
 
 JOINED = joined()
 
 
 def test_no_choice_is_left_out() -> None:
-    for choice in (*ENCODER, *DECODER, *REST):
+    for choice in (*directed(), *DECODER, *REST):
         assert any(choice.items() <= together.items() for together in JOINED)
+    values = [(name, value) for choice in ENCODER for name, value in choice.items()]
+    assert all(any(choice.get(name) == value for choice in JOINED) for name, value in values)
 
 
 @pytest.mark.parametrize("changes", JOINED, ids=name_of)

@@ -115,7 +115,6 @@ def test_weights_of_cross_attention_are_those_of_torch() -> None:
     encoded = model.encoder(embedded(model, source), mask)[-1]
     last, memory = model.config.decoder_layers - 1, model.encode(source, mask)
     x, (found, weights) = called_with(cross, lambda: model.decode(target, model.stateless(), memory, weights_of=last))
-    weights = weights[:, :, 0]  # one row a source
     theirs = load(nn.MultiheadAttention(32, 2, batch_first=True), attention_weights("", cross))
     expected, alphas = theirs(x, encoded, encoded, key_padding_mask=~mask, average_attn_weights=False)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)

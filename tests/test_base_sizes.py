@@ -15,7 +15,7 @@ from fatdeploy.runtimes.decode import DecodeOptions, decode
 from fatdeploy.runtimes.ort import OrtEngine
 
 # The reference needs minutes for a probe of 512 positions on one core; the graphs are those of the full model.
-LIMITS = Choices(max_source=64, max_target=64)
+LIMITS = Choices(max_source=32, max_target=32)
 CASES: list[tuple[str, Dialect]] = [
     *((f"{preset}-base", dialect) for preset in ("fat", "transformer") for dialect in ("ort", "standard")),
     *((f"{preset}-small", "ort") for preset in PRESETS),
@@ -28,7 +28,7 @@ def test_a_larger_model_gives_the_references_tokens(preset: str, dialect: Dialec
     bundle = write_bundle(model, tmp_path / "bundle", origin=Origin(name=preset), dialect=dialect, choices=LIMITS)
     engine, reference = OrtEngine(bundle), EagerEngine(model)
     draw = np.random.default_rng(5)
-    sources = [draw.integers(3, model.config.vocab_size, length).tolist() for length in (1, 12, 64)]
+    sources = [draw.integers(3, model.config.vocab_size, length).tolist() for length in (1, 12, 32)]
     options = DecodeOptions(max_new_tokens=20)
     expected = decode(reference, sources, options)
     assert decode(engine, sources, options) == expected
