@@ -42,8 +42,8 @@ class StepOut:
     attention: Floats | None = None  # [R, H, t, S], cross weights of the layer that was exported with them
 
 
-class Engine(Protocol[State]):
-    """A model behind three verbs. The state is the engine's own; ``step`` and ``reorder`` update it in place."""
+class Stepper(Protocol[State]):
+    """What it takes to follow a decode whose tokens are known: no row is moved."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -58,16 +58,20 @@ class Engine(Protocol[State]):
         """Feed tokens [R, t] and return what is wanted of their positions."""
         ...
 
+    def release(self, state: State) -> None:
+        """Take back a state that nobody will use any more; its memory may serve the next one."""
+        ...
+
+
+class Engine(Stepper[State], Protocol[State]):
+    """A model behind three verbs. The state is the engine's own; ``step`` and ``reorder`` update it in place."""
+
     def reorder(self, state: State, rows: Rows) -> None:
         """Make new row i continue old row rows[i]. Rows of one source stay side by side, equally many for each."""
         ...
 
     def length_log_probs(self, state: State) -> Floats:
         """Return log-probabilities [B, max_target] of the target lengths from 1 up; only models with a length head."""
-        ...
-
-    def release(self, state: State) -> None:
-        """Take back a state that nobody will use any more; its memory may serve the next one."""
         ...
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fatdeploy.errors import ParityFailed
-from fatdeploy.runtimes.engine import Capacity, Engine, Floats, State, Want
+from fatdeploy.runtimes.engine import Capacity, Floats, State, Stepper, Want
 from fatdeploy.spec import Mask, Tokens
 
 # The size of float32 noise in logits, relative to the largest; a margin of ten times it leaves equality no excuse, one
@@ -24,6 +24,7 @@ class Comparison:
 
     expected: Tokens
     found: Tokens
+    chosen: Floats  # the logits of the tokens found
     differences: Floats  # the largest of any logit of the vocabulary
     margins: Floats  # between the reference's best and second best logit
     bounds: NDArray[np.float64]  # [B], how far two correct fp32 computations of a row's logits may be apart
@@ -77,15 +78,20 @@ class Agreement:
         return asdict(self)
 
 
-def compared(engine: Engine[Any], reference: Engine[Any], source: Tokens, mask: Mask, steps: int) -> Comparison:
+def compared(engine: Stepper[Any], reference: Stepper[Any], source: Tokens, mask: Mask, steps: int) -> Comparison:
     """Return what an engine and the reference say of a batch; both read the reference's tokens, EOS ends nothing."""
     # Only a few numbers of each step's logits are kept: all of them would be half a gigabyte for a base model.
     columns = [
-        (one.argmax(-1), other.argmax(-1), np.abs(one - other).max(-1), margins_of(one), np.abs(one).max(-1))
+        (
+            *(one.argmax(-1), other.argmax(-1), other.max(-1)),
+            *(np.abs(one - other).max(-1), margins_of(one), np.abs(one).max(-1)),
+        )
         for one, other in _side_by_side(reference, engine, source, mask, steps)
     ]
-    expected, found, differences, margins, sizes = (np.concatenate(column, 1) for column in zip(*columns, strict=True))
-    return Comparison(expected, found, differences, margins, NOISE * np.maximum(1.0, sizes.max(1)))
+    expected, found, chosen, differences, margins, sizes = (
+        np.concatenate(column, 1) for column in zip(*columns, strict=True)
+    )
+    return Comparison(expected, found, chosen, differences, margins, NOISE * np.maximum(1.0, sizes.max(1)))
 
 
 def agreement_of(comparisons: Sequence[Comparison]) -> Agreement:
@@ -111,14 +117,14 @@ def margins_of(logits: Floats) -> Floats:
     return margins
 
 
-def greedy_calls(engine: Engine[State], source: Tokens, mask: Mask, steps: int) -> Iterator[Floats]:
+def greedy_calls(engine: Stepper[State], source: Tokens, mask: Mask, steps: int) -> Iterator[Floats]:
     """Yield the logits [B, t, V] of each call of a greedy decode that EOS does not end."""
     for logits, _ in _side_by_side(engine, None, source, mask, steps):
         yield logits
 
 
 def _side_by_side(
-    leader: Engine[Any], follower: Engine[Any] | None, source: Tokens, mask: Mask, steps: int
+    leader: Stepper[Any], follower: Stepper[Any] | None, source: Tokens, mask: Mask, steps: int
 ) -> Iterator[tuple[Floats, Floats]]:
     """Yield both engines' logits of each call; a leader alone is its own follower."""
     spec = leader.spec
@@ -136,7 +142,7 @@ def _side_by_side(
             engine.release(state)
 
 
-def _logits(engine: Engine[State], tokens: Tokens, state: State) -> Floats:
+def _logits(engine: Stepper[State], tokens: Tokens, state: State) -> Floats:
     logits = engine.step(tokens, state, Want.LOGITS).logits
     if logits is None:
         raise ParityFailed("the engine returned no logits although they were wanted")

@@ -81,25 +81,27 @@ def _probe(file: Mapping[str, NDArray[Any]], index: int) -> Probe:
     return probe
 
 
-def verified(engine: Engine[State], probes: Sequence[Probe]) -> Parity:
+def verified(engine: Engine[State], probes: Sequence[Probe], first: Sequence[Floats] = ()) -> Parity:
     """Return how close an engine is to the reference; a token or logit that differs is ParityFailed.
 
-    Every probe is decoded as it is; every row of a batch alone; and the largest batch a second time.
+    Every probe is decoded as it is; every row of a batch alone; and the probe with most tokens a second time. ``first``
+    are the chosen tokens' logits of a decode of all probes that was compared already.
     """
-    differences = [_compared(engine, f"probe {index}", probe) for index, probe in enumerate(probes)]
+    chosen = first or [_chosen(engine, f"probe {index}", probe) for index, probe in enumerate(probes)]
     alone = [
-        _compared(engine, f"probe {index}, row {row} alone", row_alone(probe, row))
+        _difference(_chosen(engine, f"probe {index}, row {row} alone", row_alone(probe, row)), row_alone(probe, row))
         for index, probe in enumerate(probes)
         if len(probe.source) > 1
         for row in range(len(probe.source))
     ]
-    _check_again(engine, max(probes, key=lambda probe: probe.source.size))
+    largest = max(range(len(probes)), key=lambda index: probes[index].tokens.size)
+    _check_again(engine, probes[largest], chosen[largest])
     return Parity(
         probes=len(probes),
         rows=sum(len(probe.tokens) for probe in probes),
         tokens=sum(probe.tokens.size for probe in probes),
         different_tokens=len({token for probe in probes for token in probe.tokens.ravel().tolist()}),
-        largest_difference=max(differences),
+        largest_difference=max(_difference(*one) for one in zip(chosen, probes, strict=True)),
         largest_difference_alone=max(alone, default=0.0),
         bound=max(float(probe.bounds.max()) for probe in probes),
         smallest_margin=min(float(probe.margins.min()) for probe in probes),
@@ -120,16 +122,18 @@ def row_alone(probe: Probe, row: int) -> Probe:
     )
 
 
-def _check_again(engine: Engine[State], probe: Probe) -> None:
-    first, second = (
-        greedy_logits(engine, probe.source, probe.mask, probe.tokens.shape[1])[1].tobytes() for _ in range(2)
-    )
-    if first != second:
+def _difference(chosen: Floats, probe: Probe) -> float:
+    return float(np.abs(chosen - probe.best).max())
+
+
+def _check_again(engine: Engine[State], probe: Probe, first: Floats) -> None:
+    _, second = greedy_logits(engine, probe.source, probe.mask, probe.tokens.shape[1])
+    if first.tobytes() != second.tobytes():
         raise ParityFailed("the same batch decoded twice gave two answers: something is kept from the first decode")
 
 
-def _compared(engine: Engine[State], place: str, probe: Probe) -> float:
-    """Return the largest difference of a chosen logit over one probe, decoded freely."""
+def _chosen(engine: Engine[State], place: str, probe: Probe) -> Floats:
+    """Return the chosen tokens' logits [B, T] of one probe, decoded freely; those that are wrong are ParityFailed."""
     tokens, logits = greedy_logits(engine, probe.source, probe.mask, probe.tokens.shape[1])
     wrong = np.argwhere(tokens != probe.tokens)
     if wrong.size:
@@ -146,7 +150,7 @@ def _compared(engine: Engine[State], place: str, probe: Probe) -> float:
             f"{place}, row {row}, step {step}: the logit of token {tokens[row, step]} differs by "
             f"{difference[row, step]:.1e}, more than {probe.bounds[row]:.1e}"
         )
-    return float(difference.max())
+    return logits
 
 
 def greedy_logits(engine: Engine[State], source: Tokens, mask: Mask, steps: int) -> tuple[Tokens, Floats]:

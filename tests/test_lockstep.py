@@ -225,7 +225,7 @@ class LeakyEngine(OrtEngine):
     def step(self, tokens: Tokens, state: OrtState, want: Want) -> StepOut:
         out = super().step(tokens, state, want)
         assert out.logits is not None
-        out.logits[...] += self.by_neighbours * (len(tokens) == 1) + self.by_decodes * (self.decodes % 2)
+        out.logits[...] += self.by_neighbours * (len(tokens) == 1) + self.by_decodes * (self.decodes > 1)
         return out
 
 
