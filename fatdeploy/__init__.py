@@ -22,15 +22,16 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 # Public names that need numpy or a runtime come when they are asked for: the help and the doctor have neither.
 _ON_USE = {
-    "DecodeOptions": "fatdeploy.runtimes.decode",
-    "Hypothesis": "fatdeploy.runtimes.decode",
+    "DecodeOptions": "fatdeploy.runtimes.options",
+    "Hypothesis": "fatdeploy.runtimes.hypothesis",
     "Model": "fatdeploy.runtimes.model",
     "load": "fatdeploy.runtimes.model",
 }
 
 if TYPE_CHECKING:
-    from fatdeploy.runtimes.decode import DecodeOptions, Hypothesis
+    from fatdeploy.runtimes.hypothesis import Hypothesis
     from fatdeploy.runtimes.model import Model, load
+    from fatdeploy.runtimes.options import DecodeOptions
 else:
 
     def __getattr__(name: str) -> Any:

@@ -12,8 +12,10 @@ import numpy as np
 
 from fatdeploy.bundle import TOKENIZER, Bundle, read_bundle
 from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError
-from fatdeploy.runtimes.decode import DecodeOptions, Hypothesis, decode, wrong_source
+from fatdeploy.runtimes.decode import decode, wrong_source
 from fatdeploy.runtimes.engine import Engine
+from fatdeploy.runtimes.hypothesis import Hypothesis
+from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.runtimes.ort_sessions import Provider, onnxruntime_module
 from fatdeploy.runtimes.text import Encoded, Tokenizer

@@ -15,7 +15,7 @@ from fatdeploy.runtimes.command_options import EngineArguments, engine_options
 
 if TYPE_CHECKING:
     # Not at run time: a command's help must not need numpy.
-    from fatdeploy.runtimes.decode import Hypothesis
+    from fatdeploy.runtimes.hypothesis import Hypothesis
     from fatdeploy.runtimes.model import Model
 
 Given = str | list[int]
@@ -54,8 +54,8 @@ def run(
 
     Prints a line for each source, in order: its text, or token ids where the bundle has no tokenizer.
     """
-    from fatdeploy.runtimes.decode import DecodeOptions
     from fatdeploy.runtimes.model import load
+    from fatdeploy.runtimes.options import DecodeOptions
 
     options = DecodeOptions(max_new_tokens=max_new_tokens)
     with load(bundle, **engine) as model:

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from fatdeploy.errors import ConfigError, SpecMismatch
-from fatdeploy.runtimes.decode import DecodeOptions, decode
+from fatdeploy.runtimes.decode import decode
 from fatdeploy.runtimes.engine import Capacity, Want
+from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort import MOST_WAITING, BufferPool, OrtEngine, OrtState
 from tests.bundles import bundle_of
 

@@ -14,7 +14,8 @@ from click.testing import CliRunner, Result
 from fatdeploy.bundle import Bundle
 from fatdeploy.cli import main
 from fatdeploy.export.eager import EagerEngine
-from fatdeploy.runtimes.decode import DecodeOptions, decode
+from fatdeploy.runtimes.decode import decode
+from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.run_command import batches
 from tests.bundles import bundle_of, model_of
 from tests.texts import bundle_with_text, words
