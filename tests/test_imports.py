@@ -41,10 +41,7 @@ print(decode(ScriptedEngine({5: [7, 8, 2]}), [[5]]))
 
 def test_device_side_code_imports_and_decodes_without_torch_and_its_like() -> None:
     run = subprocess.run([sys.executable, "-c", DECODES], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert (
-        run.stdout
-        == "[Hypothesis(tokens=(7, 8), finish='eos', text=None, dropped=0, score=None, log_probs=None, alternatives=())]\n"
-    ), run.stderr
+    assert run.stdout.startswith("[Hypothesis(tokens=(7, 8), finish='eos', text=None, dropped=0, "), run.stderr
 
 
 def test_the_block_would_notice_an_import_of_torch() -> None:
