@@ -96,8 +96,10 @@ def run(
         size = 1 if not texts and sys.stdin.isatty() else batch_size
         with progress_bar(len(texts)) as bar:
             for batch in batches(sources, size):
-                told = {"truncate": truncate, "batch_tokens": batch_tokens, "progress": bar.update}
-                for source, found in zip(batch, model.generate(batch, options, **told), strict=True):
+                results = model.generate(
+                    batch, options, truncate=truncate, batch_tokens=batch_tokens, progress=bar.update
+                )
+                for source, found in zip(batch, results, strict=True):
                     click.echo("\n".join(output.lines(next(numbers), source, found)))
 
 
