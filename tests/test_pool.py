@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from fatdeploy.errors import ConfigError, SpecMismatch
+from fatdeploy.runtimes.buffers import MOST_WAITING, BufferPool
 from fatdeploy.runtimes.decode import decode
 from fatdeploy.runtimes.engine import Capacity, Want
 from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.ort import MOST_WAITING, BufferPool, OrtEngine, OrtState
+from fatdeploy.runtimes.ort import OrtEngine, OrtState
 from tests.bundles import bundle_of
 
 SOURCE, MASK = np.array([[5, 6, 7], [8, 9, 4]]), np.ones((2, 3), bool)
@@ -96,15 +97,15 @@ def test_a_released_state_cannot_be_used_again() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_state_that_was_reordered_goes_back_with_the_rows_it_has_then(preset: str) -> None:
+def test_a_state_that_was_reordered_goes_back_with_all_rows_that_it_might_have_had(preset: str) -> None:
     engine = OrtEngine(bundle_of(preset))
     state = engine.encode(SOURCE, MASK, Capacity(2, 8))
+    used = places(state)
     fed(engine, state)
     engine.reorder(state, np.array([1]))
     engine.step(np.array([[7]]), state, Want.LOGITS)
-    used = places(state)
     engine.release(state)
-    state = engine.encode(SOURCE[:1], MASK[:1], Capacity(1, 8))
+    state = engine.encode(SOURCE[:1], MASK[:1], Capacity(4, 8))
     assert places(state) == used
     assert not any(array.any() for buffers in state.buffers for array in buffers)
 
