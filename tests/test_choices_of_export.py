@@ -25,6 +25,7 @@ from fatdeploy.runtimes.engine import Capacity, Engine, Want
 from fatdeploy.runtimes.ort import OrtEngine
 from tests.bundles import shared_bundle
 from tests.choices import tiny
+from tests.output_rows import check_output_rows
 
 SIZES = {"max_source": 12, "max_target": 16}
 ONE_LAYER = {"encoder_layers": 1, "decoder_layers": 1, "max_source": 40, "max_target": 48}
@@ -98,7 +99,10 @@ def same_tokens(engine: Engine[Any], reference: Engine[Any], longest: int) -> li
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_copying_goes_together_with_the_attention_of_another_layer(dialect: Dialect) -> None:
-    same_tokens(*aligned("hybrid", dialect, 0), longest=12)
+    engine, reference = aligned("hybrid", dialect, 0)
+    same_tokens(engine, reference, longest=12)
+    # Logits are logarithms of a mixture.
+    assert engine.output_rows(np.array([3])) is None
 
 
 def test_copying_in_a_hybrid_model_is_exact(tmp_path: Path) -> None:
@@ -160,7 +164,7 @@ def test_a_tokenizer_that_a_device_could_not_use_is_refused_before_tracing(tmp_p
 
 def chosen_on_the_command_line(folder: Path) -> tuple[ReferenceModel, Bundle, dict[str, Any]]:
     """Export a checkpoint with every choice but the attention; return its model, the bundle and what was printed."""
-    model = tiny({**ONE_LAYER, "max_source": 20, "max_target": 24})
+    model = tiny({**ONE_LAYER, "max_source": 20, "max_target": 24, "tie_embeddings": False})
     words_of(folder, 40)
     save_checkpoint(model, folder / "mine", tokenizer=folder / "words.json")
     limits = ["--max-source", "8", "--max-target", "10", "--top-k", "3"]
@@ -180,6 +184,9 @@ def test_a_checkpoint_is_exported_with_shorter_limits_its_tokenizer_and_its_lice
     assert (printed["parity"]["rows"], printed["parity"]["tokens"]) == (13, 130)
     assert (printed["agreement"]["tokens"], printed["agreement"]["ties"]) == (130, 0)
     check_limits(OrtEngine(bundle), model)
+    # Nothing but the output reads the matrix, and a graph for every tool reads its transpose.
+    assert bundle.manifest.output_matrix.transposed
+    check_output_rows(OrtEngine(bundle))
     shapes = {
         one.name: [dim.dim_param or dim.dim_value for dim in one.type.tensor_type.shape.dim]
         for one in onnx.load(bundle.file(DECODER), load_external_data=False).graph.input
