@@ -38,7 +38,9 @@ MASK = SOURCE != 0
 
 @cache
 def model_with(attention: str) -> ReferenceModel:
-    return tiny(SIZES, base="transformer") if attention == "plain" else tiny({**SIZES, **HYBRID})
+    if attention == "plain":
+        return tiny({**SIZES, "tie_embeddings": False}, base="transformer")
+    return tiny({**SIZES, **HYBRID})
 
 
 def aligned(attention: str, dialect: Dialect, layer: int) -> tuple[OrtEngine, EagerEngine]:
@@ -74,6 +76,18 @@ def test_a_layers_attention_is_the_references_and_never_on_padding(dialect: Dial
     assert np.abs(found[1][0, 0] - found[1][0, 1]).max() > 0.01
     assert np.abs(found[1][0, :, 0] - found[1][0, :, 1]).max() > 0.01
     assert np.abs(found[1][0] - found[1][1]).max() > 0.01
+
+
+@pytest.mark.parametrize(("dialect", "layer", "transposed"), [("ort", 0, False), ("standard", 1, True)])
+def test_an_output_matrix_that_is_no_embedding_is_found_as_the_graph_reads_it(
+    dialect: Dialect, layer: int, transposed: bool
+) -> None:
+    engine, reference = aligned("plain", dialect, layer)
+    check_output_rows(engine)
+    ids = np.array([60, 2, 17])
+    np.testing.assert_array_equal(engine.output_rows(ids), reference.output_rows(ids))
+    manifest = engine._bundle.manifest
+    assert manifest.output_matrix.transposed == transposed
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -164,7 +178,7 @@ def test_a_tokenizer_that_a_device_could_not_use_is_refused_before_tracing(tmp_p
 
 def chosen_on_the_command_line(folder: Path) -> tuple[ReferenceModel, Bundle, dict[str, Any]]:
     """Export a checkpoint with every choice but the attention; return its model, the bundle and what was printed."""
-    model = tiny({**ONE_LAYER, "max_source": 20, "max_target": 24, "tie_embeddings": False})
+    model = tiny({**ONE_LAYER, "max_source": 20, "max_target": 24})
     words_of(folder, 40)
     save_checkpoint(model, folder / "mine", tokenizer=folder / "words.json")
     limits = ["--max-source", "8", "--max-target", "10", "--top-k", "3"]
@@ -184,9 +198,6 @@ def test_a_checkpoint_is_exported_with_shorter_limits_its_tokenizer_and_its_lice
     assert (printed["parity"]["rows"], printed["parity"]["tokens"]) == (13, 130)
     assert (printed["agreement"]["tokens"], printed["agreement"]["ties"]) == (130, 0)
     check_limits(OrtEngine(bundle), model)
-    # Nothing but the output reads the matrix, and a graph for every tool reads its transpose.
-    assert bundle.manifest.output_matrix.transposed
-    check_output_rows(OrtEngine(bundle))
     shapes = {
         one.name: [dim.dim_param or dim.dim_value for dim in one.type.tensor_type.shape.dim]
         for one in onnx.load(bundle.file(DECODER), load_external_data=False).graph.input
