@@ -71,7 +71,7 @@ def demo(preset: str, sources: int, max_new_tokens: int, seed: int, as_json: boo
     """
     need_export_packages()
     from fatdeploy.export.demo import demonstrated
-    from fatdeploy.runtimes.decode import DecodeOptions
+    from fatdeploy.runtimes.options import DecodeOptions
 
     shown = demonstrated(preset, sources, DecodeOptions(max_new_tokens=max_new_tokens), seed)
     if as_json:

@@ -8,7 +8,9 @@ import numpy as np
 
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.reference.weights import model_from_preset
-from fatdeploy.runtimes.decode import DecodeOptions, Hypothesis, decode
+from fatdeploy.runtimes.decode import decode
+from fatdeploy.runtimes.hypothesis import Hypothesis
+from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.spec import ModelSpec
 
 

@@ -1,5 +1,6 @@
 """State buffers of a decode, allocated once for the most rows it may have: moved in place, zeroed, used again."""
 
+from collections import deque
 from collections.abc import Sequence
 from threading import Lock
 from typing import Any
@@ -20,26 +21,33 @@ class BufferPool:
     """State buffers that wait, zeroed, for the next decode of their shapes; the oldest are dropped."""
 
     def __init__(self, most: int = MOST_WAITING) -> None:
-        self._most = most
-        self._waiting: list[Buffers] = []
-        self._lock = Lock()
+        self._waiting: deque[Buffers] = deque(maxlen=most)
+        self._lock = Lock()  # of those who take
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def take(self, shapes: list[tuple[int, ...]]) -> Buffers | None:
         """Return buffers of these shapes, if there are any; the newest, which the processor may still hold."""
+        others: list[Buffers] = []
+        found = None
         with self._lock:
-            for index in reversed(range(len(self._waiting))):
-                if [array.shape for array in self._waiting[index][0]] == shapes:
-                    return self._waiting.pop(index)
-        return None
+            while self._waiting and found is None:
+                newest = self._waiting.pop()
+                if [array.shape for array in newest[0]] == shapes:
+                    found = newest
+                else:
+                    others.append(newest)
+            self._waiting.extend(reversed(others))
+        return found
 
     def give(self, buffers: Buffers) -> None:
-        """Keep buffers for another decode."""
-        with self._lock:
-            self._waiting.append(buffers)
-            del self._waiting[: -self._most]
+        """Keep buffers for another decode.
+
+        Without the lock, which a deque does not need for this: the garbage collector gives back what a dropped stream
+        held, in whichever thread it runs, and that one may be taking buffers just now.
+        """
+        self._waiting.append(buffers)
 
     def clear(self) -> None:
         """Drop all that wait."""

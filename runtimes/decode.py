@@ -1,84 +1,146 @@
-"""The decode loop, the only one: it chooses tokens, an engine of any kind computes them. numpy alone."""
+"""The decode loop, the only one: a search chooses tokens, an engine of any kind computes them. numpy alone."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from time import monotonic
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fatdeploy.errors import ConfigError, SpecMismatch, in_one_line
-from fatdeploy.runtimes.engine import Capacity, Engine, Floats, State, Want
+from fatdeploy.errors import SpecMismatch, in_one_line
+from fatdeploy.runtimes.beam import BeamSearch
+from fatdeploy.runtimes.engine import Capacity, Engine, State, Want
+from fatdeploy.runtimes.hypothesis import Hypothesis, hypothesis_from_said
+from fatdeploy.runtimes.options import DecodeOptions
+from fatdeploy.runtimes.parallel import ParallelSearch
+from fatdeploy.runtimes.scoring import Scorer
+from fatdeploy.runtimes.search import RowSearch, Search, Task
+from fatdeploy.runtimes.stops import Stops, TextOf
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
-Finish = Literal["eos", "length"]
+Source = Sequence[int] | NDArray[np.generic]
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecodeOptions:
-    """How to decode. ``max_new_tokens`` counts EOS and is the model's ``max_target`` unless said."""
-
-    max_new_tokens: int | None = None
-    length_candidates: int = 1
-
-    def __post_init__(self) -> None:
-        limit = 1 if self.max_new_tokens is None else self.max_new_tokens
-        counts: dict[str, object] = {"max_new_tokens": limit, "length_candidates": self.length_candidates}
-        reasons = [
-            f"{name} must be a whole number from 1 up, found {value!r}"
-            for name, value in counts.items()
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ]
-        if reasons:
-            raise ConfigError(in_one_line("decode options refused", reasons))
+def decode(engine: Engine[State], sources: Sequence[Source], options: DecodeOptions | None = None) -> list[Hypothesis]:
+    """Return the best target of each source; a result does not depend on what else is in the batch."""
+    with Decoding(engine, sources, options or DecodeOptions()) as one:
+        while one.advance():
+            pass
+        return one.found()
 
 
-@dataclass(frozen=True)
-class Hypothesis:
-    """One target in reading order without BOS and EOS, and what ended it: the model (``eos``) or the limit.
+class Decoding:
+    """One batch being decoded, a step at a time; closing it gives the engine's state back at once.
 
-    ``text`` is there if the bundle has a tokenizer; ``dropped`` tokens of the source were cut because it was too long.
+    ``deadline`` is a time of the monotonic clock; without one it follows from ``timeout_s``. ``text_of`` turns tokens
+    into text where stop sequences are text.
     """
 
-    tokens: tuple[int, ...]
-    finish: Finish
-    text: str | None = None
-    dropped: int = 0
+    def __init__(
+        self,
+        engine: Engine[Any],
+        sources: Sequence[Source],
+        options: DecodeOptions,
+        *,
+        deadline: float | None = None,
+        text_of: TextOf | None = None,
+    ) -> None:
+        limit = options.limit(engine.spec)
+        source, mask = padded(sources, engine.spec)
+        self._engine, self._options = engine, options
+        rows = [np.asarray(one) for one in sources]
+        self._task = Task(options, engine.spec, rows, limit, Stops(options, text_of))
+        self._deadline = deadline
+        if deadline is None and options.timeout_s is not None:
+            self._deadline = monotonic() + options.timeout_s
+        positions = len(options.prefix_ids) + limit
+        self._state = engine.encode(source, mask, Capacity(options.rows_per_source(engine.spec), positions))
+        self._held = True
+        self._tokens: Tokens | None = None
+        try:
+            self._search = self._started_search()
+        except BaseException:
+            self.close()
+            raise
+
+    def advance(self) -> bool:
+        """Make one step; False when all is said, or the deadline is past."""
+        if self._tokens is None or (self._deadline is not None and monotonic() >= self._deadline):
+            return False
+        move = self._search.advance(self._engine.step(self._tokens, self._state, self._search.want))
+        if move is None:
+            self._tokens = None
+            return False
+        if move.parents is not None:
+            self._engine.reorder(self._state, move.parents)
+        self._tokens = move.tokens
+        return True
+
+    def said(self, source: int = 0) -> tuple[int, ...]:
+        """Return a source's tokens so far, in the order of generation, the prefix included."""
+        return (*self._options.prefix_ids, *self._search.said(source))
+
+    def found(self) -> list[Hypothesis]:
+        """Return the result of each source; those that are not finished are cancelled."""
+        prefix, spec = self._options.prefix_ids, self._engine.spec
+        return [hypothesis_from_said(said, prefix, spec) for said in self._search.found()]
+
+    def close(self) -> None:
+        """Give the state back."""
+        if self._held:
+            self._held = False
+            self._engine.release(self._state)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _started_search(self) -> Search:
+        """Return the search that the options ask for, with all but the last of its first tokens read."""
+        search = self._chosen_search()
+        move = search.start()
+        if move.parents is not None:
+            self._engine.reorder(self._state, move.parents)
+        self._tokens = move.tokens
+        if self._engine.spec.decoding == "autoregressive" and move.tokens.shape[1] > 1:
+            # In one call, which computes no vocabulary: nobody asks what would follow inside of the prefix.
+            want = Want.HIDDEN if self._engine.spec.hidden else Want.LOGITS
+            self._engine.step(np.ascontiguousarray(move.tokens[:, :-1]), self._state, want)
+            self._tokens = np.ascontiguousarray(move.tokens[:, -1:])
+        return search
+
+    def _chosen_search(self) -> Search:
+        spec, task = self._engine.spec, self._task
+        if spec.decoding == "parallel":
+            head = self._engine.length_log_probs(self._state) if spec.length == "head" else None
+            return ParallelSearch(task, head)
+        scorer = Scorer(self._engine, self._options)
+        return RowSearch(task, scorer) if self._options.num_beams == 1 else BeamSearch(task, scorer)
 
 
-def decode(
-    engine: Engine[State], sources: Sequence[Sequence[int] | NDArray[np.generic]], options: DecodeOptions | None = None
-) -> list[Hypothesis]:
-    """Return the best target of each source; a result does not depend on what else is in the batch."""
-    options = options or DecodeOptions()
-    spec = engine.spec
-    limit = _limit(spec, options)
-    source, mask = padded(sources, spec)
-    parallel = spec.decoding == "parallel"
-    state = engine.encode(source, mask, Capacity(options.length_candidates if parallel else 1, limit))
-    try:
-        search = _decode_at_once if parallel else _decode_greedily
-        found = search(engine, state, len(source), limit, options)
-    finally:
-        engine.release(state)
-    if spec.target_order == "right_to_left":
-        found = [Hypothesis(one.tokens[::-1], one.finish) for one in found]
-    return found
-
-
-def padded(sources: Sequence[Sequence[int] | NDArray[np.generic]], spec: ModelSpec) -> tuple[Tokens, Mask]:
+def padded(sources: Sequence[Source], spec: ModelSpec) -> tuple[Tokens, Mask]:
     """Return sources of any lengths as ids [B, S] and mask, padded on the right; refuse those that cannot be read."""
     rows = [np.asarray(source) for source in sources]
-    reasons = [f"source {index}: {reason}" for index, row in enumerate(rows) if (reason := wrong_source(row, spec))]
-    if not rows:
-        reasons.append("no source given")
-    if reasons:
-        raise SpecMismatch(in_one_line("cannot decode", reasons))
+    check_sources(rows, spec)
     lengths = np.array([len(row) for row in rows])
     mask = np.arange(lengths.max()) < lengths[:, None]
     ids = np.full(mask.shape, spec.pad_id, np.int64)
     ids[mask] = np.concatenate(rows)
     return ids, mask
+
+
+def check_sources(rows: Sequence[NDArray[np.generic]], spec: ModelSpec) -> None:
+    """Raise, with every reason, unless the model can read all sources."""
+    reasons = [f"source {index}: {reason}" for index, row in enumerate(rows) if (reason := wrong_source(row, spec))]
+    if not rows:
+        reasons.append("no source given")
+    if reasons:
+        raise SpecMismatch(in_one_line("cannot decode", reasons))
 
 
 def wrong_source(row: NDArray[np.generic], spec: ModelSpec) -> str:
@@ -93,89 +155,3 @@ def wrong_source(row: NDArray[np.generic], spec: ModelSpec) -> str:
         return f"has {len(row)} tokens, more than max_source = {spec.max_source} (truncate=True, --truncate: cut it)"
     wrong = [int(token) for token in row.tolist() if not 0 <= token < spec.vocab_size]
     return f"ids must lie in 0…{spec.vocab_size - 1}, found {wrong[0]}" if wrong else ""
-
-
-def _limit(spec: ModelSpec, options: DecodeOptions) -> int:
-    if options.max_new_tokens is None:
-        return spec.max_target
-    if options.max_new_tokens > spec.max_target:
-        raise ConfigError(
-            f"max_new_tokens must lie in 1…{spec.max_target} (the model's max_target), found {options.max_new_tokens}"
-        )
-    return options.max_new_tokens
-
-
-def _decode_greedily(
-    engine: Engine[State],
-    state: State,
-    batch: int,
-    limit: int,
-    options: DecodeOptions,  # noqa: ARG001
-) -> list[Hypothesis]:
-    spec = engine.spec
-    chosen = np.full(batch, spec.bos_id, np.int64)
-    output = np.empty((batch, limit), np.int64)
-    # Position of a row's EOS; `limit` while it has none.
-    ends = np.full(batch, limit)
-    for position in range(limit):
-        chosen = _logits(engine, chosen[:, None], state)[:, -1].argmax(-1)
-        output[:, position] = chosen
-        ends[(ends == limit) & (chosen == spec.eos_id)] = position
-        if (ends < limit).all():
-            break
-        # A finished row reads padding: nothing that it says is looked at any more.
-        chosen[ends < limit] = spec.pad_id
-    return [_cut(row, int(end)) for row, end in zip(output, ends, strict=True)]
-
-
-def _decode_at_once(
-    engine: Engine[State], state: State, batch: int, limit: int, options: DecodeOptions
-) -> list[Hypothesis]:
-    spec, candidates = engine.spec, options.length_candidates
-    lengths = np.full((batch, 1), limit)
-    if spec.length == "head":
-        # A cut length must not appear twice among the candidates.
-        ranked = np.argsort(-engine.length_log_probs(state)[:, :limit], axis=-1, kind="stable")
-        lengths = ranked[:, :candidates] + 1
-    if lengths.shape[1] > 1:
-        engine.reorder(state, np.repeat(np.arange(batch), lengths.shape[1]))
-    positions = np.arange(lengths.max())
-    tokens = np.where(positions < lengths.reshape(-1, 1), spec.bos_id, spec.pad_id)
-    logits = _logits(engine, tokens, state)
-    output = logits.argmax(-1)
-    if spec.length == "eos":
-        return [_cut(row, _first(row, spec.eos_id)) for row in output]
-    best = _best_mean(logits, lengths)
-    rows = output.reshape(batch, -1, len(positions))[np.arange(batch), best]
-    return [
-        Hypothesis(tuple(row[:end].tolist()), "eos")
-        for row, end in zip(rows, lengths[np.arange(batch), best], strict=True)
-    ]
-
-
-def _best_mean(logits: Floats, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return for each source the candidate whose tokens have the highest mean log-probability."""
-    if lengths.shape[1] == 1:
-        return np.zeros(len(lengths), np.int64)
-    top = logits.max(-1, keepdims=True)
-    log_probs = -np.log(np.exp(logits - top).sum(-1))  # of the best token: [R, T]
-    real = np.arange(logits.shape[1]) < lengths.reshape(-1, 1)
-    means = (log_probs * real).sum(-1) / lengths.reshape(-1)
-    best: NDArray[np.int64] = means.reshape(lengths.shape).argmax(-1)
-    return best
-
-
-def _logits(engine: Engine[State], tokens: Tokens, state: State) -> Floats:
-    logits = engine.step(tokens, state, Want.LOGITS).logits
-    if logits is None:
-        raise SpecMismatch("the engine returned no logits although they were wanted")
-    return logits
-
-
-def _first(row: Tokens, token: int) -> int:
-    places = np.flatnonzero(row == token)
-    return int(places[0]) if places.size else len(row)
-
-
-def _cut(row: Tokens, end: int) -> Hypothesis:
-    return Hypothesis(tuple(row[:end].tolist()), "eos" if end < len(row) else "length")

@@ -11,7 +11,8 @@ from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.presets import PRESETS
 from fatdeploy.export.reference.weights import model_from_preset
-from fatdeploy.runtimes.decode import DecodeOptions, decode
+from fatdeploy.runtimes.decode import decode
+from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort import OrtEngine
 
 # The reference needs minutes for a probe of 512 positions on one core; the graphs are those of the full model.

@@ -20,8 +20,10 @@ from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.checkpoint import save_checkpoint
 from fatdeploy.export.reference.model import ReferenceModel
-from fatdeploy.runtimes.decode import DecodeOptions, Hypothesis, decode
+from fatdeploy.runtimes.decode import decode
 from fatdeploy.runtimes.engine import Capacity, Engine, Want
+from fatdeploy.runtimes.hypothesis import Hypothesis
+from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort import OrtEngine
 from tests.bundles import shared_bundle
 from tests.choices import tiny

@@ -10,8 +10,10 @@ from fatdeploy.errors import ConfigError, SpecMismatch
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.reference.checkpoint import stored_tensors
 from fatdeploy.export.reference.model import ReferenceModel
-from fatdeploy.runtimes.decode import DecodeOptions, Hypothesis, decode, padded
+from fatdeploy.runtimes.decode import decode, padded
 from fatdeploy.runtimes.engine import Capacity
+from fatdeploy.runtimes.hypothesis import Hypothesis
+from fatdeploy.runtimes.options import DecodeOptions
 from tests.choices import AUTOREGRESSIVE, drawn_batch, tiny
 from tests.scripted import SPEC, ScriptedEngine
 
@@ -23,10 +25,11 @@ def test_a_row_ends_at_eos_and_the_token_itself_is_not_part_of_it() -> None:
 
 
 def test_a_finished_row_stays_finished_while_others_go_on() -> None:
-    engine = ScriptedEngine({5: [EOS, 9, 9, 9], 6: [7, 8, 7, EOS]})
-    assert decode(engine, [[5], [6]]) == [Hypothesis((), "eos"), Hypothesis((7, 8, 7), "eos")]
-    # After its EOS a row reads padding, whatever it says.
-    assert engine.fed == [[[1], [1]], [[0], [7]], [[0], [8]], [[0], [7]]]
+    engine = ScriptedEngine({5: [EOS, 9, 9, 9], 6: [7, 8, 7, EOS], 3: [8, 9, EOS]})
+    found = decode(engine, [[5], [6], [3]])
+    assert found == [Hypothesis((), "eos"), Hypothesis((7, 8, 7), "eos"), Hypothesis((8, 9), "eos")]
+    # After its EOS a row reads padding, whatever it says; with half of the batch it leaves.
+    assert engine.fed == [[[1], [1], [1]], [[0], [7], [8]], [[0], [8], [9]], [[7]]]
 
 
 def test_decoding_stops_with_the_last_row() -> None:

@@ -10,7 +10,8 @@ from fatdeploy.errors import ConfigError
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.presets import config_from_preset
-from fatdeploy.runtimes.decode import DecodeOptions, decode
+from fatdeploy.runtimes.decode import decode
+from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort import OrtEngine
 from tests.choices import DECODER, DIRECTIONS, ENCODER, PLAIN, REST, name_of, tiny
 

@@ -16,8 +16,9 @@ from fatdeploy.export.graph_files import graphs_of
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.presets import PRESETS
 from fatdeploy.export.trace import traced_encoder
-from fatdeploy.runtimes.decode import DecodeOptions, decode
+from fatdeploy.runtimes.decode import decode
 from fatdeploy.runtimes.engine import Capacity, Want
+from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort import OrtEngine
 from tests.bundles import bundle_of, model_of
 from tests.choices import AUTOREGRESSIVE, tiny

@@ -9,8 +9,10 @@ import torch
 from fatdeploy.errors import SpecMismatch
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.reference.model import ReferenceModel
-from fatdeploy.runtimes.decode import DecodeOptions, Hypothesis, decode
+from fatdeploy.runtimes.decode import decode
 from fatdeploy.runtimes.engine import Capacity, Want
+from fatdeploy.runtimes.hypothesis import Hypothesis
+from fatdeploy.runtimes.options import DecodeOptions
 from tests.choices import drawn_batch, tiny
 
 VARIANTS = [

@@ -9,7 +9,8 @@ import pytest
 
 from fatdeploy.cli import COMMANDS
 from fatdeploy.export.eager import EagerEngine
-from fatdeploy.runtimes.decode import DecodeOptions, decode
+from fatdeploy.runtimes.decode import decode
+from fatdeploy.runtimes.options import DecodeOptions
 from tests.bundles import bundle_of, model_of
 
 ROOT = Path(__file__).parent.parent

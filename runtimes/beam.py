@@ -1,0 +1,307 @@
+"""Beam search with Hugging Face's semantics, a source at a time: no source knows of the others in its batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Optional
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fatdeploy.errors import SpecMismatch
+from fatdeploy.runtimes.engine import Floats, Rows, StepOut, Want
+from fatdeploy.runtimes.hypothesis import Finish, Said
+from fatdeploy.runtimes.scoring import Scorer, check_something_is_left
+from fatdeploy.runtimes.search import Move, Task, stays
+from fatdeploy.spec import Tokens
+
+# Stands for a score that nothing real has, as in transformers, whose arithmetic with it is part of the result.
+NOTHING = np.float32(-1e9)
+
+
+class Node(NamedTuple):
+    """A token and what it continues: hypotheses share their beginnings, and a step adds one node each."""
+
+    before: Optional["Node"]
+    token: int
+    log_prob: float
+    attention: Floats | None  # [S]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A complete hypothesis."""
+
+    node: Node | None
+    score: float
+    finish: Finish
+    kept: int  # tokens that count
+
+
+class Candidates(NamedTuple):
+    """The best continuations of a source's rows, best first."""
+
+    ranks: list[int]  # of the hypotheses that they continue
+    tokens: list[int]
+    log_probs: list[float]
+    totals: Floats
+
+
+class Beam:
+    """One source's search: running hypotheses, best first, and the complete ones."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.width = task.options.num_beams
+        # One row at first: the others would only repeat it.
+        self.scores = np.zeros(1, np.float32)  # sums of log-probabilities
+        self.nodes: list[Node | None] = [None]
+        self.places = [0]  # which of the source's rows in the engine holds each hypothesis
+        self.finished: list[Finished] = []
+        self.length = 0
+        self.hopeful = True  # a running hypothesis may still beat the complete ones
+        self.stuck = False  # every continuation is complete
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing that follows can change the result."""
+        return self._full or not self.hopeful or self.stuck
+
+    @property
+    def _full(self) -> bool:
+        return self.task.options.early_stopping is True and len(self.finished) == self.width
+
+    def advance(self, log_probs: Floats, ids: Tokens, attention: Floats | None) -> tuple[list[int], list[int]]:
+        """Take the best continuations [rows, k] of each row; return the parent and the token of each row from now on.
+
+        k is at least twice the number of beams: as many may be complete and leave as stay.
+        """
+        best = self._candidates(log_probs, ids)
+        nodes = [self._node(best, index, attention) for index in range(len(best.tokens))]
+        ends = [self._end(node) for node in nodes]
+        self._finish(best, nodes, ends)
+        return self._go_on(best, nodes, [end is not None for end in ends])
+
+    def cancelled(self) -> list[Finished]:
+        """Return what there is when time is over: complete hypotheses before the running ones, each by score."""
+        penalty = float(max(self.length, 1) ** self.task.options.length_penalty)
+        running = [
+            Finished(node, float(score) / penalty, "cancelled", self.length)
+            for node, score in zip(self.nodes, self.scores, strict=True)
+        ]
+        # A complete one is cancelled too: a search that went on might have found a better one.
+        complete = [replace(one, finish="cancelled") for one in self.finished]
+        return (complete + running)[: self.width]
+
+    def _candidates(self, log_probs: Floats, ids: Tokens) -> Candidates:
+        k = log_probs.shape[1]
+        log_probs, ids = log_probs[self.places], ids[self.places]
+        totals = (log_probs + self.scores[:, None]).ravel()
+        order = np.argsort(-totals, kind="stable")[: 2 * self.width]
+        return Candidates(
+            (order // k).tolist(), ids.ravel()[order].tolist(), log_probs.ravel()[order].tolist(), totals[order]
+        )
+
+    def _node(self, best: Candidates, index: int, attention: Floats | None) -> Node:
+        rank = best.ranks[index]
+        seen = None if attention is None else attention[self.places[rank]]
+        return Node(self.nodes[rank], best.tokens[index], best.log_probs[index], seen)
+
+    def _end(self, node: Node) -> tuple[Finish, int] | None:
+        """Return how a continuation ends, if it does, and how many tokens of it count."""
+        if node.token == self.task.spec.eos_id:
+            return "eos", self.length
+        if self.task.stops:
+            prefix = self.task.prompt[1:]
+            kept = self.task.stops.kept((*prefix, *(one.token for one in path(node))))
+            if kept is not None:
+                return "stop", max(0, kept - len(prefix))
+        return ("length", self.length + 1) if self.length + 1 == self.task.limit else None
+
+    def _finish(self, best: Candidates, nodes: list[Node], ends: list[tuple[Finish, int] | None]) -> None:
+        """Let complete hypotheses among the best ones compete with those that there are."""
+        penalty = np.float32((self.length + 1) ** self.task.options.length_penalty)
+        new = [
+            Finished(node, float(total / penalty), *end)
+            for node, total, end in zip(nodes[: self.width], best.totals, ends, strict=False)
+            if end is not None and total > -np.inf
+        ]
+        if new:
+            # Sorting is stable: of equal ones the earlier is the better.
+            self.finished = sorted(self.finished + new, key=lambda one: -one.score)[: self.width]
+
+    def _go_on(self, best: Candidates, nodes: list[Node], complete: list[bool]) -> tuple[list[int], list[int]]:
+        """Keep the best that are not complete, each in its parent's row if no better one is there already."""
+        self.stuck = all(complete)
+        totals = best.totals + np.array(complete, np.float32) * NOTHING
+        kept = np.argsort(-totals, kind="stable")[: self.width].tolist()
+        parents = [self.places[best.ranks[one]] for one in kept]
+        self.places = placed(parents, self.width)
+        self.scores, self.nodes = totals[kept], [nodes[one] for one in kept]
+        self.length += 1
+        self.hopeful = self._can_improve()
+        origins, tokens = [0] * self.width, [0] * self.width
+        for place, parent, one in zip(self.places, parents, kept, strict=True):
+            origins[place], tokens[place] = parent, best.tokens[one]
+        return origins, tokens
+
+    def _can_improve(self) -> bool:
+        """Whether the best running hypothesis, taken as long as it is or as it may become, beats the worst complete."""
+        if len(self.finished) < self.width:
+            return True
+        options = self.task.options
+        latest = options.early_stopping == "never" and options.length_penalty > 0
+        length = self.task.limit if latest else self.length
+        return bool(self.scores[0] / np.float32(length**options.length_penalty) > self.finished[-1].score)
+
+
+def placed(parents: Sequence[int], width: int) -> list[int]:
+    """Return a row for each hypothesis: the first child of a row stays there, so that few rows are copied."""
+    free = [place for place in range(width) if place not in parents]
+    taken: set[int] = set()
+    places = []
+    for parent in parents:
+        places.append(free.pop() if parent in taken else parent)
+        taken.add(parent)
+    return places
+
+
+def path(node: Node | None) -> list[Node]:
+    """Return the nodes from the first token to this one."""
+    nodes = []
+    while node is not None:
+        nodes.append(node)
+        node = node.before
+    return nodes[::-1]
+
+
+class BeamSearch:
+    """The beams of a batch of sources."""
+
+    def __init__(self, task: Task, scorer: Scorer) -> None:
+        self.task, self.scorer = task, scorer
+        self.width = task.options.num_beams
+        self.beams = [Beam(task) for _ in task.sources]
+        self.running = list(self.beams)  # those with rows in the engine
+        self.rows = 1  # a source
+        self._tokens: Tokens | None = None  # [R, n], what each row has read; only controls ask
+        self._chooser = Chooser(2 * self.width)
+
+    @property
+    def want(self) -> Want:
+        """The engine's own choice of the best, where it is wide enough and nothing is to be changed."""
+        enough = 2 * self.width <= min(self.task.spec.top_k, self.task.spec.vocab_size)
+        plain = not self.scorer.processors and self.task.options.shortlist is None
+        return Want.TOPK if enough and plain else self.scorer.want
+
+    def start(self) -> Move:
+        """Return BOS and the prefix, one row a source: beams begin where rows differ."""
+        tokens = np.tile(np.array(self.task.prompt, np.int64), (len(self.beams), 1))
+        if self.scorer.processors:
+            shape = len(self.beams) * self.width, len(self.task.prompt) + self.task.limit
+            self._tokens = np.zeros(shape, np.int64)
+            self._tokens[: len(tokens), : tokens.shape[1]] = tokens
+        return Move(tokens)
+
+    def advance(self, out: StepOut) -> Move | None:
+        """Continue every beam; those that are over leave when it pays."""
+        log_probs, ids = self._best(out)
+        attention = None if out.attention is None else out.attention[:, :, -1].mean(1)
+        origins, tokens = [], []
+        for index, beam in enumerate(self.running):
+            rows = slice(index * self.rows, (index + 1) * self.rows)
+            seen = None if attention is None else attention[rows]
+            own = self._idle() if beam.over else beam.advance(log_probs[rows], ids[rows], seen)
+            origins.append([rows.start + origin for origin in own[0]])
+            tokens.append(own[1])
+        alive = np.array([not beam.over for beam in self.running])
+        if not alive.any():
+            return None
+        return self._move(np.array(origins), np.array(tokens), alive)
+
+    def said(self, source: int) -> tuple[int, ...]:
+        """Return what the best running hypothesis of a source says; a later step may prefer another."""
+        return tuple(one.token for one in path(self.beams[source].nodes[0]))
+
+    def found(self) -> list[list[Said]]:
+        """Return each source's hypotheses, best first."""
+        return [self._found(beam, len(source)) for beam, source in zip(self.beams, self.task.sources, strict=True)]
+
+    def _idle(self) -> tuple[list[int], list[int]]:
+        """Return rows that stay and read padding."""
+        return [min(row, self.rows - 1) for row in range(self.width)], [self.task.spec.pad_id] * self.width
+
+    def _best(self, out: StepOut) -> tuple[Floats, Tokens]:
+        """Return the best log-probabilities and ids [R, k] of each row."""
+        if self.want is Want.TOPK and out.top_log_probs is not None and out.top_ids is not None:
+            return out.top_log_probs[:, -1], out.top_ids[:, -1]
+        scores = self.scorer.log_probs(self.scorer.logits(out))
+        if self._tokens is not None:
+            # Controls change log-probabilities here and are not followed by a new normalisation: so does transformers.
+            scores = self.scorer.controlled(scores, self._tokens[: len(scores), : self._place])
+        log_probs, columns = self._chooser.best(scores)
+        if self.scorer.processors:
+            check_something_is_left(log_probs[:: self.rows, 0], self._place - len(self.task.prompt))
+        return log_probs, columns if self.scorer.ids is None else self.scorer.ids[columns]
+
+    @property
+    def _place(self) -> int:
+        return len(self.task.prompt) + max(beam.length for beam in self.running)
+
+    def _move(self, origins: NDArray[np.int64], tokens: Tokens, alive: NDArray[np.bool_]) -> Move:
+        if not stays(alive):
+            origins, tokens = origins[alive], tokens[alive]
+            self.running = [beam for beam, one in zip(self.running, alive, strict=True) if one]
+        parents = origins.ravel()
+        if self._tokens is not None:
+            self._remember(parents, tokens.ravel())
+        same = len(parents) == len(alive) * self.rows and bool((parents == np.arange(len(parents))).all())
+        self.rows = self.width
+        return Move(tokens.reshape(-1, 1), None if same else parents)
+
+    def _remember(self, parents: Rows, tokens: Tokens) -> None:
+        said = self._tokens
+        if said is not None:
+            said[: len(parents), : self._place - 1] = said[parents, : self._place - 1]
+            said[: len(parents), self._place - 1] = tokens
+
+    def _found(self, beam: Beam, source_length: int) -> list[Said]:
+        found = beam.finished if beam.over else beam.cancelled()
+        return [self._said(one, source_length) for one in found[: self.task.options.num_return_sequences]]
+
+    def _said(self, one: Finished, source_length: int) -> Said:
+        nodes = path(one.node)[: one.kept]
+        seen = [node.attention[:source_length] for node in nodes if node.attention is not None]
+        aligned = self.task.spec.alignment is not None
+        return Said(
+            tuple(node.token for node in nodes),
+            one.finish,
+            score=one.score,
+            log_probs=tuple(node.log_prob for node in nodes),
+            alignments=np.array(seen, np.float32).reshape(-1, source_length) if aligned else None,
+        )
+
+
+class Chooser:
+    """Finds the best few columns of each row without allocating anything as large as a row."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._sorted = np.empty(0, np.float32)
+        self._among = np.empty(0, bool)
+
+    def best(self, scores: Floats) -> tuple[Floats, Tokens]:
+        """Return scores and columns [R, count] of the best, best first."""
+        count = min(self._count, scores.shape[1])
+        if len(self._sorted) != scores.shape[1]:
+            self._sorted, self._among = np.empty(scores.shape[1], np.float32), np.empty(scores.shape[1], bool)
+        columns = np.stack([self._columns(row, count) for row in scores])
+        return np.take_along_axis(scores, columns, 1), columns
+
+    def _columns(self, row: Floats, count: int) -> Tokens:
+        np.copyto(self._sorted, row)
+        self._sorted.partition(len(row) - count)
+        np.greater_equal(row, self._sorted[len(row) - count], out=self._among)
+        among = np.flatnonzero(self._among)
+        if len(among) < count:  # a NaN is neither above nor below
+            raise SpecMismatch("the engine's scores are not numbers: fatdeploy verify finds where it begins")
+        return among[np.argsort(-row[among], kind="stable")[:count]]

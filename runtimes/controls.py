@@ -1,0 +1,122 @@
+"""What may be said: processors that change scores before a token is chosen, in the order of ``transformers``."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fatdeploy.runtimes.engine import Floats
+from fatdeploy.runtimes.options import DecodeOptions, LogitsProcessor
+from fatdeploy.spec import ModelSpec, Tokens
+
+NEVER = np.float32(-np.inf)
+
+
+def processors_of(options: DecodeOptions, spec: ModelSpec) -> list[LogitsProcessor]:
+    """Return what the options ask for; none of them is the common case and costs nothing."""
+    return list(_processors(options, spec, prompt=1 + len(options.prefix)))
+
+
+def _processors(options: DecodeOptions, spec: ModelSpec, prompt: int) -> Iterator[LogitsProcessor]:
+    if options.repetition_penalty != 1.0:
+        yield RepetitionPenalty(options.repetition_penalty)
+    if options.no_repeat_ngram_size:
+        yield NoRepeatedNgram(options.no_repeat_ngram_size)
+    if options.bad_words:
+        yield BadWords(tuple(tuple(word) for word in options.bad_words))
+    if options.min_new_tokens:
+        yield AtLeast(prompt + options.min_new_tokens, spec.eos_id)
+    if options.forced_tokens:
+        yield Forced({prompt + place: token for place, token in options.forced_tokens})
+    if options.suppress_tokens:
+        yield Suppressed(np.array(options.suppress_tokens))
+    yield from options.processors
+
+
+@dataclass(frozen=True)
+class RepetitionPenalty:
+    """Makes what was said less likely: positive scores are divided by the penalty, negative ones multiplied."""
+
+    penalty: float
+
+    def __call__(self, tokens: Tokens, scores: Floats) -> Floats:
+        said = np.take_along_axis(scores, tokens, 1)
+        np.put_along_axis(scores, tokens, np.where(said < 0, said * self.penalty, said / self.penalty), 1)
+        return scores
+
+
+@dataclass(frozen=True)
+class NoRepeatedNgram:
+    """Forbids the token that would say n tokens in a row a second time."""
+
+    size: int
+
+    def __call__(self, tokens: Tokens, scores: Floats) -> Floats:
+        if tokens.shape[1] < self.size:
+            return scores
+        windows = np.lib.stride_tricks.sliding_window_view(tokens, self.size, axis=1)  # [R, places, n]
+        tail = tokens[:, tokens.shape[1] - self.size + 1 :]
+        again = (windows[..., :-1] == tail[:, None]).all(-1)
+        rows, places = np.nonzero(again)
+        scores[rows, windows[rows, places, -1]] = NEVER
+        return scores
+
+
+@dataclass(frozen=True)
+class BadWords:
+    """Forbids the last token of each word where the others have just been said."""
+
+    words: tuple[tuple[int, ...], ...]
+
+    def __call__(self, tokens: Tokens, scores: Floats) -> Floats:
+        for word in self.words:
+            before = len(word) - 1
+            if before > tokens.shape[1]:
+                continue
+            said = (tokens[:, tokens.shape[1] - before :] == np.array(word[:-1], np.int64)).all(1)
+            scores[said, word[-1]] = NEVER
+        return scores
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """Forbids EOS before so many tokens, those of the prompt included."""
+
+    length: int
+    eos_id: int
+
+    def __call__(self, tokens: Tokens, scores: Floats) -> Floats:
+        if tokens.shape[1] < self.length:
+            scores[:, self.eos_id] = NEVER
+        return scores
+
+
+@dataclass(frozen=True)
+class Forced:
+    """Allows one token alone where that many were said before."""
+
+    tokens: dict[int, int]
+
+    def __call__(self, tokens: Tokens, scores: Floats) -> Floats:
+        token = self.tokens.get(tokens.shape[1])
+        if token is not None:
+            scores[...] = NEVER
+            scores[:, token] = 0
+        return scores
+
+
+@dataclass(frozen=True)
+class Suppressed:
+    """Forbids tokens everywhere."""
+
+    ids: NDArray[np.int64]
+
+    def __call__(self, tokens: Tokens, scores: Floats) -> Floats:  # noqa: ARG002
+        scores[:, self.ids] = NEVER
+        return scores
+
+
+def ends_with(tokens: Sequence[int], stops: Sequence[Sequence[int]]) -> int:
+    """Return the length of the stop sequence that tokens end with, 0 if none."""
+    return next((len(stop) for stop in stops if tuple(tokens[-len(stop) :]) == tuple(stop)), 0)

@@ -1,0 +1,78 @@
+"""Drawing tokens: each row has a generator of its own, so a row's tokens do not depend on its batch."""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fatdeploy.runtimes.engine import Floats, Rows
+from fatdeploy.runtimes.options import DecodeOptions
+
+Weights = NDArray[np.float64]
+
+
+class Sampler:
+    """Draws from scores after temperature, top-k, top-p and min-p, in Hugging Face's order."""
+
+    def __init__(self, options: DecodeOptions, sources: Sequence[NDArray[np.generic]]) -> None:
+        self.options = options
+        self.generators = [
+            np.random.default_rng([options.seed, index, *_digest(source)])
+            for source in sources
+            for index in range(options.num_return_sequences)
+        ]
+        # Kept from step to step: nothing that grows with the vocabulary is allocated while decoding.
+        self._weights, self._sorted, self._sums = (np.empty(0) for _ in range(3))
+        self._left_out = np.empty(0, bool)
+
+    def columns(self, scores: Floats, rows: Rows) -> NDArray[np.int64]:
+        """Return a column for each row of scores [R, n]; ``rows`` says whose generators draw them."""
+        return np.array([self._drawn(one, self.generators[row]) for one, row in zip(scores, rows, strict=True)])
+
+    def _drawn(self, scores: Floats, generator: np.random.Generator) -> int:
+        if len(self._weights) != len(scores):
+            self._weights, self._sorted, self._sums = (np.empty(len(scores)) for _ in range(3))
+            self._left_out = np.empty(len(scores), bool)
+        weights, sums = self._weights, self._sums
+        np.subtract(scores, scores.max(), out=weights)
+        np.divide(weights, self.options.temperature, out=weights)
+        np.exp(weights, out=weights)
+        self._narrow(weights)
+        np.cumsum(weights, out=sums)
+        # Below the whole sum, so that the last column is one that has a weight.
+        drawn = min(generator.random() * sums[-1], np.nextafter(sums[-1], 0))
+        return int(np.searchsorted(sums, drawn, side="right"))
+
+    def _narrow(self, weights: Weights) -> None:
+        """Set to zero what top-k, top-p and min-p leave out; the heaviest weight is 1 and stays."""
+        least = max(self._least_of_best(weights), self.options.min_p)
+        if least > 0:
+            np.less(weights, least, out=self._left_out)
+            np.copyto(weights, 0, where=self._left_out)
+
+    def _least_of_best(self, weights: Weights) -> float:
+        """Return the least weight that top-k and top-p keep."""
+        options, most = self.options, len(weights)
+        if not 0 < options.top_k < most and options.top_p == 1:
+            return 0.0
+        best = self._sorted
+        np.copyto(best, weights)
+        best.sort()
+        if 0 < options.top_k < most:
+            # Weights that are equal to the last one stay as well.
+            best = best[np.searchsorted(best, best[-options.top_k]) :]
+        if options.top_p == 1:
+            return float(best[0])
+        sums = self._sums[: len(best)]
+        np.cumsum(best, out=sums)
+        # From the lightest up goes what is within the part that may be left out.
+        gone = np.searchsorted(sums, (1 - options.top_p) * sums[-1], side="right")
+        return float(best[min(gone, len(best) - 1)])
+
+
+def _digest(source: NDArray[np.generic]) -> list[int]:
+    """Return numbers that stand for a source: its samples are the same wherever it stands among others."""
+    data = hashlib.sha256(np.ascontiguousarray(source, np.int64).tobytes()).digest()
+    numbers: list[int] = np.frombuffer(data, np.uint32).tolist()
+    return numbers

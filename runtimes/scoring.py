@@ -1,0 +1,99 @@
+"""What rows may say next: the scores of the vocabulary or of a shortlist, changed by the controls."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fatdeploy.errors import ConfigError, SpecMismatch
+from fatdeploy.runtimes.controls import NEVER, processors_of
+from fatdeploy.runtimes.engine import Engine, Floats, State, StepOut, Want
+from fatdeploy.runtimes.options import DecodeOptions
+from fatdeploy.spec import Tokens
+
+
+class Scorer:
+    """Turns what an engine says into scores [R, n] of ``ids``; without them n is the vocabulary."""
+
+    def __init__(self, engine: Engine[State], options: DecodeOptions) -> None:
+        self.spec = engine.spec
+        self.processors = processors_of(options, engine.spec)
+        self._listed: NDArray[np.int64] | None = None
+        self._matrix: Floats | None = None  # [M, n]
+        if options.shortlist is not None:
+            self._listed = np.unique([*options.shortlist, engine.spec.eos_id]).astype(np.int64)
+            rows = engine.output_rows(self._listed)
+            self._matrix = None if rows is None else np.ascontiguousarray(rows.T)
+        self._scratch: dict[str, Floats] = {}
+
+    @property
+    def want(self) -> Want:
+        """What it needs of a step; with a shortlist the product with the output matrix is made here."""
+        return Want.LOGITS if self._matrix is None else Want.HIDDEN
+
+    @property
+    def ids(self) -> NDArray[np.int64] | None:
+        """The token of each column; None if the column is the token."""
+        return None if self.processors else self._listed
+
+    def logits(self, out: StepOut) -> Floats:
+        """Return the scores of a step's last position, before any control; they may be the engine's own."""
+        if self._matrix is not None and out.hidden is not None:
+            shape = len(out.hidden), self._matrix.shape[1]
+            product: Floats = np.matmul(out.hidden[:, -1], self._matrix, out=self._buffer("product", shape))
+            return product
+        if out.logits is None:
+            raise SpecMismatch("the engine returned no logits although they were wanted")
+        return out.logits[:, -1] if self._listed is None else out.logits[:, -1, self._listed]
+
+    def log_probs(self, scores: Floats) -> Floats:
+        """Return log-probabilities of scores, in an array of its own that lives until the next call."""
+        result = self._buffer("log_probs", scores.shape)
+        np.subtract(scores, scores.max(-1, keepdims=True), out=result)
+        np.subtract(result, self._log_sums(result), out=result)
+        return result
+
+    def log_probs_of(self, scores: Floats, columns: NDArray[np.int64]) -> Floats:
+        """Return the log-probability of one column of each row."""
+        shifted = self._buffer("log_probs", scores.shape)
+        np.subtract(scores, scores.max(-1, keepdims=True), out=shifted)
+        rows = np.arange(len(scores))
+        chosen: Floats = shifted[rows, columns] - self._log_sums(shifted)[:, 0]
+        return chosen
+
+    def controlled(self, scores: Floats, said: Tokens) -> Floats:
+        """Return scores after every control, for rows that have said tokens [R, n]; the given ones stay as they are."""
+        if not self.processors:
+            return scores
+        result = self._buffer("controlled", (len(scores), self.spec.vocab_size))
+        if self._listed is None:
+            np.copyto(result, scores)
+        else:
+            result[...] = NEVER
+            result[:, self._listed] = scores
+        for one in self.processors:
+            result = one(said, result)
+            if getattr(result, "shape", None) != (len(scores), self.spec.vocab_size):
+                raise ConfigError(
+                    f"processors refused: {one!r} must return scores of shape {(len(scores), self.spec.vocab_size)}, "
+                    f"found {getattr(result, 'shape', type(result).__name__)}"
+                )
+        return result
+
+    def _log_sums(self, shifted: Floats) -> Floats:
+        powers = self._buffer("powers", shifted.shape)
+        # What nothing can say is -inf here, and 0 after exp.
+        np.exp(shifted, out=powers)
+        sums: Floats = np.log(powers.sum(-1, keepdims=True))
+        return sums
+
+    def _buffer(self, name: str, shape: tuple[int, ...]) -> Floats:
+        """Return an array that is used from step to step: nothing that grows with the vocabulary is allocated."""
+        found = self._scratch.get(name)
+        if found is None or found.shape != shape:
+            found = self._scratch[name] = np.empty(shape, np.float32)
+        return found
+
+
+def check_something_is_left(best: Floats, length: int) -> None:
+    """Raise if the controls forbid every token."""
+    if not np.isfinite(best).all():
+        raise ConfigError(f"the controls (bad_words, shortlist, processors …) leave no token to say after {length}")
