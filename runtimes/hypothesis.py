@@ -17,10 +17,10 @@ class Hypothesis:
 
     That is the model (``eos``), the limit, a stop sequence, or a deadline (``cancelled``). A forced prefix is part of
     ``tokens``. ``text`` is there if the bundle has a tokenizer; ``dropped`` tokens of the source were cut because it
-    was too long. ``score`` ranks targets of one source: the sum of all log-probabilities, EOS's too; for beams divided by
-    the length to the power of the length penalty; for parallel models their mean. ``log_probs`` are those of the tokens
-    after the prefix, and so are ``alignments``: cross-attention weights [T, S], mean over heads, of bundles exported
-    with them. ``alternatives`` are further targets of the same source, best first.
+    was too long. ``score`` ranks targets of one source: the sum of all log-probabilities, EOS's too; for beams divided
+    by the length to the power of the length penalty; for parallel models their mean. ``log_probs`` are those of the
+    tokens after the prefix, and so are ``alignments``: cross-attention weights [T, S], mean over heads, of bundles
+    exported with them. ``alternatives`` are further targets of the same source, best first.
     """
 
     tokens: tuple[int, ...]

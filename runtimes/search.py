@@ -146,9 +146,7 @@ class RowSearch:
         return len(self.task.prompt) + self.length
 
     def _write(self, chosen: Tokens, scores: Floats, columns: NDArray[np.int64], attention: Floats | None) -> None:
-        """Record what was chosen; of finished rows nothing is looked at any more, and they read padding."""
-        if not self.going.all():
-            chosen[~self.going] = self.task.spec.pad_id
+        """Record what was chosen; what finished rows say is never looked at."""
         self.tokens[self.rows, self._place] = chosen
         if self.log_probs is not None:
             self.log_probs[self.rows, self.length] = self.scorer.log_probs_of(scores, columns)
@@ -181,6 +179,8 @@ class RowSearch:
             self.finishes[row], self.kept[row] = finish, kept
 
     def _move(self, chosen: Tokens) -> Move:
+        if not self.going.all():
+            chosen[~self.going] = self.task.spec.pad_id
         n_sources = len(self.rows) // self.each
         parents = np.repeat(np.arange(n_sources), self.each) if self.length == 1 and self.each > 1 else None
         alive: NDArray[np.bool_] = np.logical_or.reduce(self.going.reshape(n_sources, self.each), 1)
