@@ -5,13 +5,14 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import click
 import numpy as np
 
 from fatdeploy.machine import this_machine
@@ -20,10 +21,12 @@ from fatdeploy.spec import Mask, Tokens
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+CACHE = ROOT / "build" / "benchmarks"  # what is prepared, and what is kept of a run that is not over
 # Folders whose code a time depends on.
 MEASURED = ("fatdeploy", "export", "runtimes", "benchmarks")
 
 Phases = dict[str, float]  # seconds
+AnyTurn = TypeVar("AnyTurn", bound=Any)  # a frozen dataclass that says which engine does what
 
 
 def timed_decode(engine: Engine[State], source: Tokens, mask: Mask, target: int) -> tuple[Phases, Tokens]:
@@ -117,3 +120,27 @@ class Kept:
     def forget(self) -> None:
         """Remove the file: the results are elsewhere now."""
         self.path.unlink(missing_ok=True)
+
+
+def measured(
+    module: str, rounds: Mapping[AnyTurn, int], common: Mapping[str, Any], kept: Kept
+) -> dict[AnyTurn, list[Any]]:
+    """Return what a module makes of every turn, as often as it is taken; what was kept is not measured again.
+
+    Turns alternate: each is taken once before any is taken again.
+    """
+    keys = {turn: json.dumps(asdict(turn)) for turn in rounds}
+    order = [(turn, index) for index in range(max(rounds.values())) for turn in rounds if index < rounds[turn]]
+    with click.progressbar(order, file=sys.stderr, label="measuring") as bar:
+        for turn, index in bar:
+            if (key := f"{index} {keys[turn]}") not in kept.results:
+                described = json.dumps({"turn": asdict(turn), **common})
+                kept.add(key, result_apart(module, described))
+    return {turn: [kept.results[f"{index} {keys[turn]}"] for index in range(n)] for turn, n in rounds.items()}
+
+
+def write_result(path: Path, result: dict[str, Any], kept: Kept) -> None:
+    """Write a complete result, and forget its parts."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    kept.forget()

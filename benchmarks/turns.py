@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,11 +85,6 @@ class Turn:
     batch: int
     threads: int
     workers: int = 1  # of CTranslate2: the batch is split over them
-
-    @property
-    def key(self) -> str:
-        """A name for the turn in a file of results."""
-        return json.dumps(asdict(self))
 
 
 def greedy(turn: Turn, sizes: Sizes) -> dict[str, Any]:
