@@ -1,7 +1,7 @@
 """Beam search with Hugging Face's semantics, a source at a time: no source knows of the others in its batch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Optional
 
 import numpy as np
@@ -88,7 +88,9 @@ class Beam:
             Finished(node, float(score) / penalty, "cancelled", self.length)
             for node, score in zip(self.nodes, self.scores, strict=True)
         ]
-        return (self.finished + running)[: self.width]
+        # A complete one is cancelled too: a search that went on might have found a better one.
+        complete = [replace(one, finish="cancelled") for one in self.finished]
+        return (complete + running)[: self.width]
 
     def _candidates(self, log_probs: Floats, ids: Tokens) -> Candidates:
         k = log_probs.shape[1]

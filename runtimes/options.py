@@ -119,7 +119,7 @@ class DecodeOptions:
             reasons.append(f"num_beams must be 1 with sample, found {self.num_beams}")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             reasons.append(
-                f"min_new_tokens must be at most max_new_tokens = {self.max_new_tokens}, found {self.min_new_tokens}"
+                f"min_new_tokens must lie in 0…{self.max_new_tokens} (max_new_tokens), found {self.min_new_tokens}"
             )
         return reasons
 

@@ -1,0 +1,94 @@
+"""An engine whose logits are a function of the source and of what was said: every number is known, all rows differ."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fatdeploy.runtimes.engine import Capacity, Floats, Rows, StepOut, Want, sources_of_rows
+from fatdeploy.spec import AlignmentSpec, Mask, ModelSpec, Tokens
+
+LogitsOf = Callable[[tuple[int, ...], tuple[int, ...]], Floats]
+
+WORDS = ModelSpec(
+    vocab_size=24, width=24, max_source=8, max_target=32, pad_id=0, bos_id=1, eos_id=2, top_k=12, alignment=None
+)
+ALIGNED = ModelSpec(
+    **{**WORDS.__dict__, "alignment": AlignmentSpec(layer=0, heads=2)},
+)
+
+
+def hashed_logits(source: tuple[int, ...], said: tuple[int, ...], vocab_size: int = 24) -> Floats:
+    """Return logits that look random and are the same whenever the same was said of the same source."""
+    draw = np.random.default_rng([*source, 999, *said])
+    logits = draw.normal(0, 2, vocab_size).astype(np.float32)
+    logits[2] += 0.8 * len(said) - 3  # EOS becomes more likely
+    return logits
+
+
+@dataclass
+class Row:
+    """A source and what a row has read."""
+
+    source: tuple[int, ...]
+    read: tuple[int, ...] = ()
+
+
+class TableEngine:
+    """Asks a function for the logits of each row; the hidden state is the logits, the output matrix is the identity."""
+
+    def __init__(self, logits_of: LogitsOf = hashed_logits, spec: ModelSpec = WORDS) -> None:
+        self.spec = spec
+        self.logits_of = logits_of
+        self.calls: list[tuple[tuple[int, ...], Want]] = []
+        self.held = 0
+
+    def encode(self, source: Tokens, mask: Mask, capacity: Capacity) -> list[Row]:
+        self.spec.check_source(source, mask)
+        self.capacity = capacity
+        self.held += 1
+        self.per_source, self.width = 1, source.shape[1]
+        return [Row(tuple(row[real].tolist())) for row, real in zip(source, mask, strict=True)]
+
+    def step(self, tokens: Tokens, state: list[Row], want: Want) -> StepOut:
+        assert len(tokens) == len(state)
+        self.calls.append((tokens.shape, want))
+        position = len(state[0].read)
+        self.spec.check_tokens(tokens, position, self.capacity.target_positions)
+        logits = np.empty((*tokens.shape, self.spec.vocab_size), np.float32)
+        for index, row in enumerate(state):
+            for place, token in enumerate(tokens[index].tolist()):
+                row.read = (*row.read, token)
+                logits[index, place] = self.logits_of(row.source, row.read)
+        attention = self._attention(state, tokens.shape[1]) if self.spec.alignment else None
+        if want is Want.HIDDEN:
+            return StepOut(hidden=logits, attention=attention)
+        if want is Want.LOGITS:
+            return StepOut(logits=logits, attention=attention)
+        log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        order = np.argsort(-log_probs, axis=-1, kind="stable")[..., : self.spec.top_k]
+        best = np.take_along_axis(log_probs, order, -1)
+        return StepOut(top_log_probs=best, top_ids=order, attention=attention)
+
+    def reorder(self, state: list[Row], rows: Rows) -> None:
+        _, self.per_source = sources_of_rows(rows, self.per_source)
+        assert self.per_source <= self.capacity.rows_per_source
+        state[:] = [Row(state[row].source, state[row].read) for row in rows]
+
+    def output_rows(self, ids: Sequence[int]) -> Floats:
+        return np.eye(self.spec.vocab_size, dtype=np.float32)[ids]
+
+    def length_log_probs(self, state: list[Row]) -> Floats:
+        raise NotImplementedError
+
+    def release(self, state: list[Row]) -> None:
+        self.held -= 1
+
+    def close(self) -> None: ...
+
+    def _attention(self, state: list[Row], steps: int) -> Floats:
+        """Return weights that say which row and which step they belong to: the last token read, at source place 0."""
+        weights = np.zeros((len(state), 2, steps, self.width), np.float32)
+        for index, row in enumerate(state):
+            weights[index, 0, :, 0] = 2 * row.read[-1]
+        return weights

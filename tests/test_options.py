@@ -1,0 +1,112 @@
+"""Options of decoding: each wrong value is refused with its name and range, before any work is done."""
+
+from dataclasses import fields
+
+import pytest
+
+from fatdeploy.errors import ConfigError
+from fatdeploy.runtimes.decode import decode
+from fatdeploy.runtimes.options import RANGES, DecodeOptions
+from tests.tables import WORDS, TableEngine
+
+WHOLE = "must be a whole number from"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        *(("max_new_tokens", value, f"{WHOLE} 1 up") for value in (0, -1, 2.5, True, "3")),
+        *(("min_new_tokens", value, f"{WHOLE} 0 up") for value in (-1, None)),
+        *(("num_beams", value, f"{WHOLE} 1 up") for value in (0, 1.0, None)),
+        *(("length_penalty", value, "must be a number") for value in (None, "1", float("nan"), float("inf"))),
+        *(("early_stopping", value, "must be True, False or 'never'") for value in (None, "always", 1, 0)),
+        *(("num_return_sequences", value, f"{WHOLE} 1 up") for value in (0, True)),
+        ("sample", 1, "must be True or False"),
+        *(("temperature", value, "must be a number above 0") for value in (0, -1.0, float("nan"))),
+        *(("top_k", value, f"{WHOLE} 0 up") for value in (-1, 1.5)),
+        *(("top_p", value, "must be a number above 0, at most 1") for value in (0, 1.1)),
+        *(("min_p", value, "must be a number from 0, below 1") for value in (-0.1, 1)),
+        ("seed", -1, f"{WHOLE} 0 up"),
+        *(("prefix", value, "must be token ids or text") for value in ([1.5], 3, [-1])),
+        ("repetition_penalty", 0, "must be a number above 0"),
+        ("no_repeat_ngram_size", -1, f"{WHOLE} 0 up"),
+        ("suppress_tokens", "ab", "must be token ids"),
+        *(("forced_tokens", value, "must be pairs") for value in ([3], [(1, 2, 3)], 4)),
+        *(("bad_words", value, "must be lists of token ids, none empty") for value in ([[]], [3], 3)),
+        *(("stop", value, "must be texts or lists of token ids, none empty") for value in ("abc", [""], [[]], [3])),
+        *(("shortlist", value, "must be token ids, at least one") for value in ([], "abc")),
+        ("processors", [3], "must be callables in a list"),
+        ("scores", None, "must be True or False"),
+        ("length_candidates", 0, f"{WHOLE} 1 up"),
+        *(("timeout_s", value, "must be seconds above 0") for value in (0, -1, "1")),
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_refused_with_the_name_and_the_range(name: str, value: object, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} {reason}.*, found"):
+        DecodeOptions(**{name: value})
+
+
+def test_every_option_has_a_range() -> None:
+    assert set(RANGES) == {one.name for one in fields(DecodeOptions)}
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"^decode options refused: num_beams must .*; top_p must .*"):
+        DecodeOptions(num_beams=0, top_p=3)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"num_return_sequences": 2}, r"num_return_sequences must lie in 1…1 \(num_beams\), found 2"),
+        ({"num_beams": 3, "num_return_sequences": 4}, r"num_return_sequences must lie in 1…3 \(num_beams\), found 4"),
+        ({"sample": True, "num_beams": 2}, "num_beams must be 1 with sample, found 2"),
+        ({"max_new_tokens": 3, "min_new_tokens": 4}, r"min_new_tokens must lie in 0…3 \(max_new_tokens\), found 4"),
+    ],
+    ids=str,
+)
+def test_values_that_do_not_go_together_are_refused(values: dict, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        DecodeOptions(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"max_new_tokens": 33}, r"max_new_tokens must lie in 1…32 \(the model's max_target\), found 33"),
+        (
+            {"max_new_tokens": 31, "prefix": [3, 4]},
+            r"max_new_tokens must lie in 1…30 \(.* without the prefix\), found 31",
+        ),
+        ({"min_new_tokens": 33}, r"min_new_tokens must lie in 0…32"),
+        ({"prefix": [3] * 32}, r"prefix must have 0…31 tokens \(below max_target\), found 32"),
+        ({"prefix": "text"}, "prefix refused: text needs a tokenizer"),
+        ({"stop": ["text"]}, "stop refused: text needs a tokenizer"),
+        ({"num_beams": 13}, r"num_beams must lie in 1…12 \(half the vocabulary\), found 13"),
+        ({"num_beams": 2, "shortlist": [5, 6]}, r"num_beams must lie in 1…1 \(half the shortlist with EOS\), found 2"),
+        *(
+            ({name: value}, f"{name} must be ids in 0…23, found 24")
+            for name, value in {
+                "prefix": [24],
+                "suppress_tokens": [3, 24],
+                "forced_tokens": [(0, 24)],
+                "bad_words": [[3, 24]],
+                "stop": [[24]],
+                "shortlist": [24],
+            }.items()
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_model_cannot_do_is_refused_before_the_source_is_read(values: dict, reason: str) -> None:
+    engine = TableEngine()
+    with pytest.raises(ConfigError, match=reason):
+        decode(engine, [[5]], DecodeOptions(**values))
+    assert (engine.held, engine.calls) == (0, [])
+
+
+def test_a_parallel_model_refuses_what_needs_one_token_after_another() -> None:
+    spec = type(WORDS)(**{**WORDS.__dict__, "decoding": "parallel", "length": "eos"})
+    with pytest.raises(ConfigError, match=r"num_beams has no meaning for a parallel model.*; stop has no"):
+        decode(TableEngine(spec=spec), [[5]], DecodeOptions(num_beams=2, stop=[[3]]))

@@ -1,0 +1,431 @@
+"""Searches and controls on an engine whose every number is known."""
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fatdeploy.errors import ConfigError
+from fatdeploy.runtimes.beam import Chooser, placed
+from fatdeploy.runtimes.decode import Decoding, decode
+from fatdeploy.runtimes.engine import Floats, Want
+from fatdeploy.runtimes.hypothesis import Hypothesis
+from fatdeploy.runtimes.options import DecodeOptions
+from fatdeploy.spec import Tokens
+from tests.tables import ALIGNED, WORDS, TableEngine, hashed_logits
+
+BOS, EOS = 1, 2
+SOURCES = [[5], [6, 7], [8, 9, 3], [4] * 7, [11, 3], [12], [13, 5, 5, 5]]
+
+
+def log_softmax(logits: Floats) -> Floats:
+    return logits - np.log(np.exp(logits.astype(np.float64)).sum())
+
+
+def greedy_by_hand(source: list[int], limit: int) -> list[int]:
+    said = [BOS]
+    while len(said) <= limit:
+        said.append(int(hashed_logits(tuple(source), tuple(said)).argmax()))
+        if said[-1] == EOS:
+            break
+    return said[1:]
+
+
+def forced_score(source: list[int], tokens: tuple[int, ...], finish: str) -> list[float]:
+    """Return the log-probability of each token of a target, EOS's last."""
+    whole = (*tokens, EOS) if finish == "eos" else tokens
+    return [
+        float(log_softmax(hashed_logits(tuple(source), (BOS, *whole[:place])))[token])
+        for place, token in enumerate(whole)
+    ]
+
+
+def test_greedy_says_the_arg_max_of_every_step() -> None:
+    for one, source in zip(decode(TableEngine(), SOURCES), SOURCES, strict=True):
+        expected = greedy_by_hand(source, 32)
+        assert [*one.tokens, *([EOS] if one.finish == "eos" else [])] == expected
+
+
+def test_rows_leave_the_batch_when_half_of_them_are_finished() -> None:
+    engine = TableEngine()
+    decode(engine, SOURCES)
+    rows = [shape[0] for shape, _ in engine.calls]
+    lengths = [len(greedy_by_hand(source, 32)) for source in SOURCES]
+    alive = [sum(length > step for length in lengths) for step in range(max(lengths))]
+    # As few as there are while more than half go on; never a row more than twice as many.
+    assert all(going <= row < 2 * going or row == going for row, going in zip(rows, alive, strict=True))
+    assert rows[-1] < len(SOURCES) / 2
+    assert engine.held == 0
+
+
+OPTIONS = {
+    "greedy": DecodeOptions(scores=True),
+    "beams": DecodeOptions(num_beams=4, num_return_sequences=3, length_penalty=0.7),
+    "many beams": DecodeOptions(num_beams=9, early_stopping=True),
+    "patient beams": DecodeOptions(num_beams=3, early_stopping="never", no_repeat_ngram_size=2),
+    "samples": DecodeOptions(sample=True, num_return_sequences=3, temperature=0.8, top_k=9, top_p=0.9, scores=True),
+    "controls": DecodeOptions(repetition_penalty=1.3, bad_words=[[3], [4, 5]], min_new_tokens=4, stop=[[7, 7]]),
+    "shortlist": DecodeOptions(shortlist=range(3, 15), num_beams=2),
+    "prefix": DecodeOptions(prefix=[9, 8], max_new_tokens=12),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_result_does_not_depend_on_what_else_is_in_the_batch(options: DecodeOptions) -> None:
+    together = decode(TableEngine(), SOURCES, options)
+    assert together == [decode(TableEngine(), [source], options)[0] for source in SOURCES]
+    assert together == decode(TableEngine(), SOURCES[::-1], options)[::-1]
+    assert together == decode(TableEngine(), SOURCES[:3], options) + decode(TableEngine(), SOURCES[3:], options)
+    assert len({one.tokens for one in together}) > 4
+
+
+@pytest.mark.parametrize("name", ["greedy", "beams", "samples", "prefix"])
+def test_log_probabilities_are_those_of_the_tokens(name: str) -> None:
+    options = replace(OPTIONS[name], scores=True)
+    found = decode(TableEngine(), SOURCES, options)
+    for best, source in zip(found, SOURCES, strict=True):
+        for one in (best, *best.alternatives):
+            each = forced_score(source, one.tokens, one.finish)[len(options.prefix) :]
+            assert one.log_probs == pytest.approx(each[: len(one.log_probs)], abs=1e-5)
+            assert len(one.log_probs) == len(one.tokens) - len(options.prefix)
+            penalty = len(each) ** options.length_penalty if options.num_beams > 1 else 1
+            assert one.score == pytest.approx(sum(each) / penalty, abs=1e-4)
+
+
+def test_a_wide_beam_finds_the_best_of_all_targets() -> None:
+    # Three steps over six tokens: beams of 36 hold every beginning, so the best of all 258 targets must be found.
+    spec = replace(WORDS, vocab_size=6, max_target=3, width=6)
+    spec = replace(spec, vocab_size=80)
+
+    def logits_of(source: tuple[int, ...], said: tuple[int, ...]) -> Floats:
+        return np.concatenate([hashed_logits(source, said, 6), np.full(74, -40, np.float32)])
+
+    every = [
+        (tokens, finish)
+        for n in range(4)
+        for tokens in itertools.product((0, 1, 3, 4, 5), repeat=n)
+        for finish in (("eos",) if n < 3 else ("length",))
+    ]
+
+    def score(source: tuple[int, ...], tokens: tuple[int, ...], finish: str) -> float:
+        whole = (*tokens, EOS) if finish == "eos" else tokens
+        said = [log_softmax(logits_of(source, (BOS, *whole[:place])))[token] for place, token in enumerate(whole)]
+        return float(np.sum(said))
+
+    options = DecodeOptions(num_beams=36, length_penalty=0.0, early_stopping="never", num_return_sequences=2)
+    for source in SOURCES:
+        best = decode(TableEngine(logits_of, spec), [source], options)[0]
+        ranked = sorted(every, key=lambda one: -score(tuple(source), *one))[:2]
+        assert [(one.tokens, one.finish) for one in (best, *best.alternatives)] == ranked
+
+
+def test_beams_begin_with_one_row_and_ask_the_engine_for_its_best() -> None:
+    engine = TableEngine()
+    decode(engine, [[5], [6]], DecodeOptions(num_beams=4, max_new_tokens=5, min_new_tokens=0))
+    assert engine.calls[0] == ((2, 1), Want.TOPK)
+    assert engine.calls[1] == ((8, 1), Want.TOPK)
+    assert engine.capacity.rows_per_source == 4
+
+
+def test_beams_wider_than_the_engines_best_read_logits_and_find_the_same() -> None:
+    wide, narrow = TableEngine(), TableEngine(spec=replace(WORDS, top_k=3))
+    options = DecodeOptions(num_beams=4, num_return_sequences=4)
+    first, second = decode(wide, SOURCES, options), decode(narrow, SOURCES, options)
+    assert narrow.calls[0][1] is Want.LOGITS
+    for one, other in zip(first, second, strict=True):
+        assert (one.tokens, one.score) == (other.tokens, pytest.approx(other.score, abs=1e-5))
+        assert [alternative.tokens for alternative in one.alternatives] == [two.tokens for two in other.alternatives]
+
+
+@given(st.lists(st.integers(0, 5), min_size=6, max_size=6))
+def test_a_hypothesis_stays_in_its_parents_row_if_it_is_the_first(parents: list[int]) -> None:
+    places = placed(parents, 6)
+    assert sorted(places) == list(range(6))
+    for index, (place, parent) in enumerate(zip(places, parents, strict=True)):
+        assert (place == parent) == (parents.index(parent) == index)
+
+
+@given(st.lists(st.floats(-10, 10, width=32), min_size=9, max_size=9), st.integers(1, 9))
+def test_the_best_columns_are_those_of_a_sort(row: list[float], count: int) -> None:
+    scores = np.array([row, row[::-1]], np.float32)
+    values, columns = Chooser(count).best(scores)
+    assert columns.tolist() == np.argsort(-scores, axis=1, kind="stable")[:, :count].tolist()
+    assert values.tolist() == np.take_along_axis(scores, columns, 1).tolist()
+
+
+# Sampling.
+
+
+def chi_square(counts: Counter[int], expected: Floats) -> float:
+    n = counts.total()
+    kept = expected > 0
+    assert not set(counts) - set(np.flatnonzero(kept).tolist())
+    found = np.array([counts[token] for token in range(len(expected))])[kept]
+    return float(((found - n * expected[kept]) ** 2 / (n * expected[kept])).sum())
+
+
+def narrowed(options: DecodeOptions) -> Floats:
+    """Return the distribution of a first token, computed in the plainest way."""
+    weights = np.exp(hashed_logits((5,), (BOS,)).astype(np.float64) / options.temperature)
+    probabilities = weights / weights.sum()
+    order = np.argsort(-probabilities)
+    if options.top_k:
+        probabilities[order[options.top_k :]] = 0
+        probabilities /= probabilities.sum()
+    # The fewest that reach top_p together.
+    n_kept = int((np.cumsum(probabilities[order]) < options.top_p).sum()) + 1
+    probabilities[order[n_kept:]] = 0
+    probabilities[probabilities < options.min_p * probabilities.max()] = 0
+    return probabilities / probabilities.sum()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        DecodeOptions(sample=True),
+        DecodeOptions(sample=True, temperature=0.5),
+        DecodeOptions(sample=True, temperature=1.7, top_k=5),
+        DecodeOptions(sample=True, top_p=0.7),
+        DecodeOptions(sample=True, min_p=0.1),
+        DecodeOptions(sample=True, temperature=1.3, top_k=12, top_p=0.8, min_p=0.05),
+    ],
+    ids=str,
+)
+def test_samples_follow_the_distribution(options: DecodeOptions) -> None:
+    options = replace(options, max_new_tokens=1, num_return_sequences=3000, seed=11)
+    found = decode(TableEngine(), [[5]], options)[0]
+    counts = Counter((one.tokens or (EOS,))[0] for one in (found, *found.alternatives))
+    expected = narrowed(options)
+    freedom = int((expected > 0).sum()) - 1
+    # Four deviations above the mean of chi-square; with a fixed seed it passes always or never.
+    assert chi_square(counts, expected) < freedom + 4 * np.sqrt(2 * max(freedom, 1))
+
+
+def test_other_seeds_give_other_samples_and_the_same_seed_the_same() -> None:
+    runs = [decode(TableEngine(), SOURCES, DecodeOptions(sample=True, seed=seed)) for seed in (0, 1, 0)]
+    assert runs[0] == runs[2]
+    assert sum(one != other for one, other in zip(runs[0], runs[1], strict=True)) >= 5
+
+
+def test_several_samples_of_a_source_differ_and_read_its_prefix_once() -> None:
+    engine = TableEngine()
+    found = decode(engine, [[5], [6]], DecodeOptions(sample=True, num_return_sequences=4, prefix=[3, 4, 5]))
+    assert [shape for shape, _ in engine.calls[:3]] == [(2, 3), (2, 1), (8, 1)]
+    assert len({one.tokens for one in (found[0], *found[0].alternatives)}) == 4
+    assert all(one.tokens[:3] == (3, 4, 5) for one in found[1].alternatives)
+
+
+def test_sampling_with_a_temperature_near_zero_is_greedy() -> None:
+    cold = decode(TableEngine(), SOURCES, DecodeOptions(sample=True, temperature=1e-4))
+    assert cold == decode(TableEngine(), SOURCES)
+
+
+# Controls.
+
+
+def test_a_prefix_is_read_in_one_call_without_a_vocabulary_and_is_the_same_as_token_by_token() -> None:
+    engine = TableEngine()
+    found = decode(engine, [[5]], DecodeOptions(prefix=[9, 8, 7, 6]))[0]
+    assert engine.calls[:2] == [((1, 4), Want.HIDDEN), ((1, 1), Want.LOGITS)]
+    forced = DecodeOptions(forced_tokens=[(0, 9), (1, 8), (2, 7), (3, 6)])
+    assert found.tokens == decode(TableEngine(), [[5]], forced)[0].tokens
+    assert found.tokens[:4] == (9, 8, 7, 6)
+
+
+def test_a_prefix_leaves_less_room() -> None:
+    endless = TableEngine(lambda source, said: np.eye(24, dtype=np.float32)[5])
+    assert decode(endless, [[5]], DecodeOptions(prefix=[7] * 30))[0] == Hypothesis((7,) * 30 + (5, 5), "length")
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_controls_hold(beams: int) -> None:
+    many = {"num_beams": beams, "max_new_tokens": 16}
+
+    def said(**values: object) -> list[tuple[int, ...]]:
+        return [one.tokens for one in decode(TableEngine(), SOURCES, DecodeOptions(**many, **values))]
+
+    plain = said()
+    assert min(map(len, plain)) < 8
+    assert min(map(len, said(min_new_tokens=8))) >= 8
+    common = Counter(token for tokens in plain for token in tokens).most_common(1)[0][0]
+    assert common not in {token for tokens in said(suppress_tokens=[common]) for token in tokens}
+    first, second = next((one, two) for tokens in plain for one, two in itertools.pairwise(tokens) if one != two)
+    without = said(bad_words=[[first, second]])
+    assert without != plain
+    assert (first, second) not in {pair for tokens in without for pair in itertools.pairwise(tokens)}
+    assert first in {token for tokens in without for token in tokens}
+    for tokens in said(no_repeat_ngram_size=2, min_new_tokens=14):
+        pairs = list(itertools.pairwise((BOS, *tokens)))
+        assert len(pairs) == len(set(pairs))
+    assert all(tokens[2] == 19 for tokens in said(forced_tokens=[(2, 19)], min_new_tokens=4))
+
+
+def test_a_repetition_penalty_divides_what_is_positive_and_multiplies_what_is_negative() -> None:
+    rows = {(BOS,): [0, 0, 0, 3, 2.5, -1], (BOS, 3): [-9, -9, -9, 3, 1.6, -1], (BOS, 3, 4): [-9, -9, -9, -2, -3, -2.5]}
+
+    def logits_of(source: tuple[int, ...], said: tuple[int, ...]) -> Floats:
+        return np.array(rows[said], np.float32)
+
+    spec = replace(WORDS, vocab_size=6, width=6)
+    options = DecodeOptions(repetition_penalty=2.0, max_new_tokens=3)
+    # 3 falls to 1.5 below 1.6; then -2 falls to -4 below -2.5.
+    assert decode(TableEngine(logits_of, spec), [[5]], options)[0].tokens == (3, 4, 5)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_stop_sequence_ends_a_target_and_is_not_part_of_it(beams: int) -> None:
+    options = DecodeOptions(num_beams=beams, num_return_sequences=beams, min_new_tokens=6)
+    plain = decode(TableEngine(), SOURCES, options)
+    longest = max((one.tokens for one in plain), key=len)
+    stop = longest[2:4]
+    best = decode(TableEngine(), SOURCES, replace(options, stop=[stop, [23, 23, 23]]))
+    found = [one for each in best for one in (each, *each.alternatives)]
+    stopped = [one for one in found if one.finish == "stop"]
+    assert stopped
+    for one in found:
+        assert stop not in set(itertools.pairwise(one.tokens))
+        assert one.log_probs is None or len(one.log_probs) == len(one.tokens)
+    if beams == 1:
+        assert longest[:2] in {one.tokens for one in stopped}
+
+
+def test_a_stop_text_may_begin_and_end_inside_of_tokens() -> None:
+    letters = {3: "he", 4: "llo", 5: "wo", 6: "rld"}
+    script = [3, 4, 5, 6, EOS]
+    engine = TableEngine(lambda source, said: np.eye(24, dtype=np.float32)[script[len(said) - 1]])
+
+    def text_of(tokens: object) -> str:
+        return "".join(letters[token] for token in tokens)
+
+    with Decoding(engine, [[5]], DecodeOptions(stop=["ow"]), text_of=text_of) as one:
+        while one.advance():
+            pass
+        assert one.found() == [Hypothesis((3, 4, 5), "stop")]
+
+
+def test_a_shortlist_multiplies_its_own_rows_alone() -> None:
+    engine = TableEngine()
+    allowed = [3, 4, 5, 9]
+    found = decode(engine, SOURCES, DecodeOptions(shortlist=allowed))
+    assert {token for one in found for token in one.tokens} <= set(allowed)
+    assert {want for _, want in engine.calls} == {Want.HIDDEN}
+
+    def only_listed(tokens: Tokens, scores: Floats) -> Floats:
+        others = np.setdiff1d(np.arange(24), [*allowed, EOS])
+        scores[:, others] = -np.inf
+        return scores
+
+    assert found == decode(TableEngine(), SOURCES, DecodeOptions(processors=[only_listed]))
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_shortlist_with_all_winners_changes_nothing(beams: int) -> None:
+    options = DecodeOptions(num_beams=beams, scores=True)
+    plain = decode(TableEngine(), SOURCES, options)
+    if beams == 1:
+        winners = sorted({token for one in plain[:3] for token in one.tokens})
+        assert len(winners) < 16
+        found = decode(TableEngine(), SOURCES[:3], replace(options, shortlist=winners))
+        assert [one.tokens for one in found] == [one.tokens for one in plain[:3]]
+    everything = decode(TableEngine(), SOURCES, replace(options, shortlist=range(24)))
+    assert [one.tokens for one in everything] == [one.tokens for one in plain]
+    assert [one.score for one in everything] == pytest.approx([one.score for one in plain], abs=1e-5)
+
+
+def test_a_shortlist_goes_with_controls() -> None:
+    found = decode(TableEngine(), SOURCES, DecodeOptions(shortlist=range(3, 12), suppress_tokens=[5], min_new_tokens=3))
+    assert {token for one in found for token in one.tokens} <= set(range(3, 12)) - {5}
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_users_processor_sees_what_was_said_and_what_comes(beams: int) -> None:
+    seen = []
+
+    def processor(tokens: Tokens, scores: Floats) -> Floats:
+        seen.append(tokens.copy())
+        scores[:, 7] = 50
+        return scores
+
+    options = DecodeOptions(processors=[processor], num_beams=beams, max_new_tokens=4, prefix=[9])
+    found = decode(TableEngine(), [[5], [6]], options)
+    assert [one.tokens for one in found] == [(9, 7, 7, 7, 7)] * 2
+    assert [tokens.shape[1] for tokens in seen] == [2, 3, 4, 5]
+    assert seen[-1][0].tolist() == [BOS, 9, 7, 7, 7]
+
+
+def test_a_processor_that_returns_something_else_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"must return scores of shape \(1, 24\), found NoneType"):
+        decode(TableEngine(), [[5]], DecodeOptions(processors=[lambda tokens, scores: None]))
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_controls_that_forbid_everything_are_an_error(beams: int) -> None:
+    options = DecodeOptions(suppress_tokens=range(24), num_beams=beams)
+    engine = TableEngine()
+    with pytest.raises(ConfigError, match="leave no token to say after 0"):
+        decode(engine, [[5]], options)
+    assert engine.held == 0
+
+
+# What else is told.
+
+
+@pytest.mark.parametrize("options", [DecodeOptions(), DecodeOptions(num_beams=3), DecodeOptions(prefix=[9])], ids=str)
+def test_alignments_stand_beside_the_tokens_that_they_chose(options: DecodeOptions) -> None:
+    engine = TableEngine(spec=ALIGNED)
+    for one, source in zip(decode(engine, SOURCES, options), SOURCES, strict=True):
+        n_prefix = len(options.prefix)
+        assert one.alignments.shape == (len(one.tokens) - n_prefix, len(source))
+        # The engine writes the token that was read, so the weights of a token show the one before it.
+        before = (BOS, *one.tokens)[n_prefix:-1]
+        assert one.alignments[:, 0].tolist() == list(before)
+
+
+def test_a_right_to_left_target_has_everything_in_reading_order() -> None:
+    options = DecodeOptions(scores=True)
+    plain = decode(TableEngine(spec=ALIGNED), SOURCES, options)
+    turned = decode(TableEngine(spec=replace(ALIGNED, target_order="right_to_left")), SOURCES, options)
+    for one, other in zip(plain, turned, strict=True):
+        assert (one.tokens[::-1], one.log_probs[::-1], one.score) == (other.tokens, other.log_probs, other.score)
+        assert one.alignments[::-1].tolist() == other.alignments.tolist()
+
+
+@pytest.mark.parametrize("options", [DecodeOptions(), DecodeOptions(num_beams=3)], ids=str)
+def test_a_deadline_cancels_what_is_not_finished(options: DecodeOptions) -> None:
+    whole = decode(TableEngine(), SOURCES, options)
+    engine = TableEngine()
+    with Decoding(engine, SOURCES, options, deadline=float("inf")) as one:
+        n_steps = 0
+        while all(result.finish == "cancelled" for result in one.found()):
+            n_steps += one.advance()
+        one._deadline = 0.0
+        assert not one.advance()
+        found = one.found()
+    assert {result.finish for result in found} == {"eos", "cancelled"}
+    for result, expected in zip(found, whole, strict=True):
+        if result.finish == "cancelled":
+            assert len(result.tokens) == n_steps or (options.num_beams > 1 and len(result.tokens) < n_steps)
+        else:
+            assert result == expected
+    assert engine.held == 0
+
+
+def test_a_timeout_that_is_over_at_once_says_nothing() -> None:
+    engine = TableEngine()
+    found = decode(engine, SOURCES[:2], DecodeOptions(timeout_s=1e-9))
+    assert found == [Hypothesis((), "cancelled")] * 2
+    assert (engine.calls, engine.held) == ([], 0)
+
+
+def test_tokens_so_far_can_be_read_between_steps() -> None:
+    with Decoding(TableEngine(), [[5]], DecodeOptions(prefix=[9])) as one:
+        said = [one.said()]
+        while one.advance():
+            said.append(one.said())
+        assert said[0] == (9,)
+        assert [len(tokens) for tokens in said] == list(range(1, len(said) + 1))
+        assert one.found()[0].tokens == one.said()
