@@ -1,4 +1,4 @@
-"""One turn of the decode loop in a process of its own, with an engine that costs nothing: what is left is the loop's."""
+"""One turn of the decode loop in a process of its own, over an engine that costs nothing: what is left is the loop."""
 
 import json
 import sys
@@ -49,7 +49,7 @@ class Sizes:
 
 
 class CostlessEngine:
-    """Says the same of every step, in arrays that were made before; all rows of a source are alike, EOS is no choice."""
+    """Says the same of every step, in arrays made before; all rows of a source are alike, EOS is no choice."""
 
     def __init__(self, batch: int, beams: int, spec: ModelSpec) -> None:
         self.spec = spec

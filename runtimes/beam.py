@@ -17,6 +17,9 @@ from fatdeploy.spec import Tokens
 # Stands for a score that nothing real has, as in transformers, whose arithmetic with it is part of the result.
 NOTHING = np.float32(-1e9)
 
+# Of a row's scores, when the best of them are looked for: more are slower to look through, fewer let more scores pass.
+GROUPS, GROUPS_A_COLUMN = 256, 8
+
 
 class Node(NamedTuple):
     """A token and what it continues: hypotheses share their beginnings, and a step adds one node each."""
@@ -282,26 +285,38 @@ class BeamSearch:
 
 
 class Chooser:
-    """Finds the best few columns of each row without allocating anything as large as a row."""
+    """Finds the best few columns of each row without sorting it or allocating anything as large as it."""
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._sorted = np.empty(0, np.float32)
         self._among = np.empty(0, bool)
 
     def best(self, scores: Floats) -> tuple[Floats, Tokens]:
         """Return scores and columns [R, count] of the best, best first."""
         count = min(self._count, scores.shape[1])
-        if len(self._sorted) != scores.shape[1]:
-            self._sorted, self._among = np.empty(scores.shape[1], np.float32), np.empty(scores.shape[1], bool)
-        columns = np.stack([self._columns(row, count) for row in scores])
+        if len(self._among) != scores.shape[1]:
+            self._among = np.empty(scores.shape[1], bool)
+        bounds = self._bounds(scores, count)
+        columns = np.stack([self._columns(row, bound, count) for row, bound in zip(scores, bounds, strict=True)])
         return np.take_along_axis(scores, columns, 1), columns
 
-    def _columns(self, row: Floats, count: int) -> Tokens:
-        np.copyto(self._sorted, row)
-        self._sorted.partition(len(row) - count)
-        np.greater_equal(row, self._sorted[len(row) - count], out=self._among)
-        among = np.flatnonzero(self._among)
-        if len(among) < count:  # a NaN is neither above nor below
+    def _bounds(self, scores: Floats, count: int) -> Floats:
+        """Return for each row a score that its best columns reach, and few others.
+
+        The largest scores of groups are scores of the row, so ``count`` columns reach the worst of their best.
+        """
+        rows, most = scores.shape
+        groups = min(most, max(GROUPS, GROUPS_A_COLUMN * count))
+        rest = most % groups
+        largest = scores[:, : most - rest].reshape(rows, -1, groups).max(1)
+        np.maximum(largest[:, :rest], scores[:, most - rest :], out=largest[:, :rest])
+        if np.isnan(largest).any():
             raise SpecMismatch("the engine's scores are not numbers: fatdeploy verify finds where it begins")
+        largest.partition(groups - count)
+        bounds: Floats = largest[:, groups - count]
+        return bounds
+
+    def _columns(self, row: Floats, bound: np.float32, count: int) -> Tokens:
+        np.greater_equal(row, bound, out=self._among)
+        among = np.flatnonzero(self._among)
         return among[np.argsort(-row[among], kind="stable")[:count]]
