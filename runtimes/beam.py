@@ -186,7 +186,9 @@ class BeamSearch:
         self.beams = [Beam(task) for _ in task.sources]
         self.running = list(self.beams)  # those with rows in the engine
         self.rows = 1  # a source
-        self._tokens: Tokens | None = None  # [R, n], what each row has read; only controls ask
+        # [R, n], what each row has read, and a second one to move rows into; only controls ask.
+        self._tokens: Tokens | None = None
+        self._moved: Tokens | None = None
         self._chooser = Chooser(2 * self.width)
 
     @property
@@ -201,7 +203,7 @@ class BeamSearch:
         tokens = np.tile(np.array(self.task.prompt, np.int64), (len(self.beams), 1))
         if self.scorer.processors:
             shape = len(self.beams) * self.width, len(self.task.prompt) + self.task.limit
-            self._tokens = np.zeros(shape, np.int64)
+            self._tokens, self._moved = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
             self._tokens[: len(tokens), : tokens.shape[1]] = tokens
         return Move(tokens)
 
@@ -262,10 +264,11 @@ class BeamSearch:
         return Move(tokens.reshape(-1, 1), None if same else parents)
 
     def _remember(self, parents: Rows, tokens: Tokens) -> None:
-        said = self._tokens
-        if said is not None:
-            said[: len(parents), : self._place - 1] = said[parents, : self._place - 1]
-            said[: len(parents), self._place - 1] = tokens
+        if self._tokens is not None and self._moved is not None:
+            # Rows are within range; told to check it, numpy would make a copy of its own first.
+            np.take(self._tokens, parents, 0, out=self._moved[: len(parents)], mode="clip")
+            self._tokens, self._moved = self._moved, self._tokens
+            self._tokens[: len(parents), self._place - 1] = tokens
 
     def _found(self, beam: Beam, source_length: int) -> list[Said]:
         found = beam.finished if beam.over else beam.cancelled()
