@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fatdeploy.runtimes.engine import Floats, Rows
+from fatdeploy.runtimes.engine import Floats
 from fatdeploy.runtimes.options import DecodeOptions
 
 Weights = NDArray[np.float64]
@@ -23,25 +23,25 @@ class Sampler:
             for index in range(options.num_return_sequences)
         ]
         # Kept from step to step: nothing that grows with the vocabulary is allocated while decoding.
+        self._shifted = np.empty(0, np.float32)
         self._weights, self._sorted, self._sums = (np.empty(0) for _ in range(3))
         self._left_out = np.empty(0, bool)
 
-    def columns(self, scores: Floats, rows: Rows) -> NDArray[np.int64]:
-        """Return a column for each row of scores [R, n]; ``rows`` says whose generators draw them."""
-        return np.array([self._drawn(one, self.generators[row]) for one, row in zip(scores, rows, strict=True)])
-
-    def _drawn(self, scores: Floats, generator: np.random.Generator) -> int:
+    def column(self, scores: Floats, row: int) -> int:
+        """Return a column for scores [n], drawn by the generator of a row."""
         if len(self._weights) != len(scores):
+            self._shifted = np.empty(len(scores), np.float32)
             self._weights, self._sorted, self._sums = (np.empty(len(scores)) for _ in range(3))
             self._left_out = np.empty(len(scores), bool)
         weights, sums = self._weights, self._sums
-        np.subtract(scores, scores.max(), out=weights)
+        np.subtract(scores, scores.max(), out=self._shifted)
+        np.copyto(weights, self._shifted)
         np.divide(weights, self.options.temperature, out=weights)
         np.exp(weights, out=weights)
         self._narrow(weights)
         np.cumsum(weights, out=sums)
         # Below the whole sum, so that the last column is one that has a weight.
-        drawn = min(generator.random() * sums[-1], np.nextafter(sums[-1], 0))
+        drawn = min(self.generators[row].random() * sums[-1], np.nextafter(sums[-1], 0))
         return int(np.searchsorted(sums, drawn, side="right"))
 
     def _narrow(self, weights: Weights) -> None:

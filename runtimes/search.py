@@ -137,7 +137,8 @@ class RowSearch:
     def _drawn(self, scores: Floats) -> NDArray[np.int64]:
         columns = np.zeros(len(scores), np.int64)
         if self.sampler is not None:
-            columns[self.going] = self.sampler.columns(scores[self.going], self.rows[self.going])
+            for row in np.flatnonzero(self.going).tolist():
+                columns[row] = self.sampler.column(scores[row], int(self.rows[row]))
         return columns
 
     @property
