@@ -53,22 +53,42 @@ class Sampler:
 
     def _least_of_best(self, weights: Weights) -> float:
         """Return the least weight that top-k and top-p keep."""
-        options, most = self.options, len(weights)
-        if not 0 < options.top_k < most and options.top_p == 1:
-            return 0.0
-        best = self._sorted
-        np.copyto(best, weights)
-        best.sort()
-        if 0 < options.top_k < most:
+        top_p, most = self.options.top_p, len(weights)
+        if 0 < self.options.top_k < most:
             # Weights that are equal to the last one stay as well.
-            best = best[np.searchsorted(best, best[-options.top_k]) :]
-        if options.top_p == 1:
-            return float(best[0])
+            best = self._heaviest(weights, self._kth(weights))
+            return float(best[0]) if top_p == 1 else self._least_of_nucleus(best, 0.0)
+        if top_p == 1:
+            return 0.0
+        whole = float(weights.sum())
+        # All weights below this are together less than what may be left out: only the others need sorting.
+        best = self._heaviest(weights, (1 - top_p) * whole / most)
+        return self._least_of_nucleus(best, 0.0 if len(best) == most else whole - float(best.sum()))
+
+    def _least_of_nucleus(self, best: Weights, lighter: float) -> float:
+        """Return the least weight that top-p keeps of sorted ones; what is ``lighter`` than them is left out."""
         sums = self._sums[: len(best)]
         np.cumsum(best, out=sums)
         # From the lightest up goes what is within the part that may be left out.
-        gone = np.searchsorted(sums, (1 - options.top_p) * sums[-1], side="right")
+        left_out = (1 - self.options.top_p) * (lighter + sums[-1]) - lighter
+        gone = np.searchsorted(sums, left_out, side="right")
         return float(best[min(gone, len(best) - 1)])
+
+    def _kth(self, weights: Weights) -> float:
+        place = len(weights) - self.options.top_k
+        np.copyto(self._sorted, weights)
+        self._sorted.partition(place)
+        return float(self._sorted[place])
+
+    def _heaviest(self, weights: Weights, least: float) -> Weights:
+        """Return the weights from ``least`` up, sorted."""
+        np.less(weights, least, out=self._left_out)
+        place = int(np.count_nonzero(self._left_out))
+        np.copyto(self._sorted, weights)
+        self._sorted.partition(place)
+        best: Weights = self._sorted[place:]
+        best.sort()
+        return best
 
 
 def _digest(source: NDArray[np.generic]) -> list[int]:
