@@ -23,8 +23,10 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 # Public names that need numpy or a runtime come when they are asked for: the help and the doctor have neither.
 _ON_USE = {
     "DecodeOptions": "fatdeploy.runtimes.options",
+    "Event": "fatdeploy.runtimes.streaming",
     "Hypothesis": "fatdeploy.runtimes.hypothesis",
     "Model": "fatdeploy.runtimes.model",
+    "Stream": "fatdeploy.runtimes.streaming",
     "load": "fatdeploy.runtimes.model",
 }
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from fatdeploy.runtimes.hypothesis import Hypothesis
     from fatdeploy.runtimes.model import Model, load
     from fatdeploy.runtimes.options import DecodeOptions
+    from fatdeploy.runtimes.streaming import Event, Stream
 else:
 
     def __getattr__(name: str) -> Any:
@@ -46,12 +49,14 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DecodeOptions",
+    "Event",
     "ExportFailed",
     "FatdeployError",
     "Hypothesis",
     "Model",
     "ParityFailed",
     "SpecMismatch",
+    "Stream",
     "__version__",
     "load",
 ]

@@ -123,19 +123,24 @@ class Decoding:
         return RowSearch(task, scorer) if self._options.num_beams == 1 else BeamSearch(task, scorer)
 
 
-def padded(sources: Sequence[Sequence[int] | NDArray[np.generic]], spec: ModelSpec) -> tuple[Tokens, Mask]:
+def padded(sources: Sequence[Source], spec: ModelSpec) -> tuple[Tokens, Mask]:
     """Return sources of any lengths as ids [B, S] and mask, padded on the right; refuse those that cannot be read."""
     rows = [np.asarray(source) for source in sources]
-    reasons = [f"source {index}: {reason}" for index, row in enumerate(rows) if (reason := wrong_source(row, spec))]
-    if not rows:
-        reasons.append("no source given")
-    if reasons:
-        raise SpecMismatch(in_one_line("cannot decode", reasons))
+    check_sources(rows, spec)
     lengths = np.array([len(row) for row in rows])
     mask = np.arange(lengths.max()) < lengths[:, None]
     ids = np.full(mask.shape, spec.pad_id, np.int64)
     ids[mask] = np.concatenate(rows)
     return ids, mask
+
+
+def check_sources(rows: Sequence[NDArray[np.generic]], spec: ModelSpec) -> None:
+    """Raise, with every reason, unless the model can read all sources."""
+    reasons = [f"source {index}: {reason}" for index, row in enumerate(rows) if (reason := wrong_source(row, spec))]
+    if not rows:
+        reasons.append("no source given")
+    if reasons:
+        raise SpecMismatch(in_one_line("cannot decode", reasons))
 
 
 def wrong_source(row: NDArray[np.generic], spec: ModelSpec) -> str:

@@ -2,26 +2,36 @@
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from time import monotonic
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fatdeploy.bundle import TOKENIZER, Bundle, read_bundle
 from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError
-from fatdeploy.runtimes.decode import decode, wrong_source
+from fatdeploy.runtimes.batching import batches_of
+from fatdeploy.runtimes.decode import Decoding, check_sources, wrong_source
+from fatdeploy.runtimes.deltas import Deltas
 from fatdeploy.runtimes.engine import Engine
 from fatdeploy.runtimes.hypothesis import Hypothesis
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.runtimes.ort_sessions import Provider, onnxruntime_module
+from fatdeploy.runtimes.stops import cut_text
+from fatdeploy.runtimes.streaming import Stream
 from fatdeploy.runtimes.text import Encoded, Tokenizer
 from fatdeploy.spec import ModelSpec, Tokens
 
 Source = str | Sequence[int] | Tokens
+
+# Positions of sources and targets that are decoded at once unless said: much more is not faster, and takes memory.
+BATCH_TOKENS = 8192
 
 log = logging.getLogger("fatdeploy")
 
@@ -59,24 +69,54 @@ class Model:
         return self.bundle.spec
 
     def generate(
-        self, sources: Sequence[Source], options: DecodeOptions | None = None, *, truncate: bool = False
+        self,
+        sources: Sequence[Source],
+        options: DecodeOptions | None = None,
+        *,
+        truncate: bool = False,
+        batch_tokens: int = BATCH_TOKENS,
+        progress: Callable[[int], None] | None = None,
     ) -> list[Hypothesis]:
-        """Return the best target of each source, a text or token ids; all are decoded together.
+        """Return the best target of each source, a text or token ids; there may be any number of them.
 
-        A source that is longer than ``max_source`` is an error; with ``truncate`` it is cut, and ``dropped`` says by
-        how much.
+        A source that is longer than ``max_source`` is an error, before anything is decoded; with ``truncate`` it is
+        cut, and ``dropped`` says by how much. Sources of similar lengths are decoded together, the longest first: at
+        most ``batch_tokens`` positions, which changes no result. ``progress`` is told after each batch how many sources
+        it had. Those whose batch was not begun when ``timeout_s`` was over are ``cancelled`` without a token.
         """
         if isinstance(sources, str):
             raise ConfigError("generate takes a list of sources, found one text: pass [text]")
-        given = [self._encoded(source) for source in sources]
-        rows = [one.cut(self.spec.max_source) if truncate else one.ids for one in given]
-        found = decode(self._engine, rows, options)
-        dropped = [one.ids.size - row.size for one, row in zip(given, rows, strict=True)]
-        if any(dropped):
-            log.warning("sources cut to max_source = %d: tokens dropped %s", self.spec.max_source, dropped)
-        return [
-            replace(one, text=self._text(one), dropped=missing) for one, missing in zip(found, dropped, strict=True)
-        ]
+        _check_budget(batch_tokens)
+        options = self._asked(options)
+        deadline = None if options.timeout_s is None else monotonic() + options.timeout_s
+        given = self._given(sources, truncate)
+        found = [Hypothesis((), "cancelled")] * len(given)
+        for batch in self._batches(given, options, batch_tokens):
+            if deadline is not None and monotonic() >= deadline:
+                break
+            decoded = self._decoded([given[index].ids for index in batch], options, deadline)
+            for index, one in zip(batch, decoded, strict=True):
+                found[index] = one
+            if progress is not None:
+                progress(len(batch))
+        return [self._completed(one, source, options) for one, source in zip(found, given, strict=True)]
+
+    def stream(self, source: Source, options: DecodeOptions | None = None, *, truncate: bool = False) -> Stream:
+        """Return the best target of one source in pieces, each as soon as it is certain: events to iterate over.
+
+        ``for`` and ``async for`` both work. What is wrong with the source or the options is an error here; nothing is
+        decoded before the first event is asked for, and ``timeout_s`` counts from then. Models that write from right to
+        left, or all tokens at once, have nothing to tell in reading order before the end: one event tells everything.
+        """
+        options = self._asked(options)
+        _check_streamed(options)
+        [given] = self._given([source], truncate)
+        return Stream(
+            partial(self._decoding, [given.ids], options),
+            Deltas(options.stop, self._tokenizer),
+            partial(self._completed, given=given, options=options),
+            in_reading_order=self.spec.decoding == "autoregressive" and self.spec.target_order == "left_to_right",
+        )
 
     def refusal(self, source: Source, *, truncate: bool = False) -> str:
         """Return why ``generate`` would refuse a source; empty if it would not."""
@@ -95,17 +135,100 @@ class Model:
     ) -> None:
         self.close()
 
+    def _asked(self, options: DecodeOptions | None) -> DecodeOptions:
+        """Return options whose prefix is tokens; refuse what the model cannot do."""
+        options = options or DecodeOptions()
+        texts = {"prefix": isinstance(options.prefix, str), "stop": any(isinstance(one, str) for one in options.stop)}
+        named = [name for name, is_text in texts.items() if is_text]
+        tokenizer = self._needed_tokenizer() if named else None
+        if named and self.spec.target_order == "right_to_left":
+            raise ConfigError(
+                f"{' and '.join(named)} refused: this model writes from right to left, a text is read from left to "
+                "right; pass token ids in the order of generation"
+            )
+        if tokenizer is not None and isinstance(options.prefix, str):
+            options = replace(options, prefix=tokenizer.plain_ids(options.prefix))
+        options.limit(self.spec)
+        return options
+
+    def _given(self, sources: Sequence[Source], truncate: bool) -> list["Given"]:
+        """Return the tokens of sources that the model can read, cut where that is wanted."""
+        encoded = [self._encoded(source) for source in sources]
+        # Copies: a stream reads them later, and they are the caller's.
+        rows = [np.array(one.cut(self.spec.max_source) if truncate else one.ids) for one in encoded]
+        check_sources(rows, self.spec)
+        dropped = [one.ids.size - row.size for one, row in zip(encoded, rows, strict=True)]
+        if any(dropped):
+            log.warning("sources cut to max_source = %d: tokens dropped %s", self.spec.max_source, dropped)
+        return [Given(row, missing) for row, missing in zip(rows, dropped, strict=True)]
+
+    def _batches(self, given: Sequence["Given"], options: DecodeOptions, budget: int) -> list[list[int]]:
+        positions = len(options.prefix_ids) + options.limit(self.spec)
+        lengths = [len(one.ids) for one in given]
+        return batches_of(lengths, options.rows_per_source(self.spec), positions, budget)
+
+    def _decoding(
+        self, rows: Sequence[NDArray[np.generic]], options: DecodeOptions, deadline: float | None = None
+    ) -> Decoding:
+        text_of = None if self._tokenizer is None else self._tokenizer.text
+        return Decoding(self._engine, rows, options, deadline=deadline, text_of=text_of)
+
+    def _decoded(
+        self, rows: Sequence[NDArray[np.generic]], options: DecodeOptions, deadline: float | None
+    ) -> list[Hypothesis]:
+        with self._decoding(rows, options, deadline) as decoding:
+            while decoding.advance():
+                pass
+            return decoding.found()
+
+    def _completed(self, found: Hypothesis, given: "Given", options: DecodeOptions) -> Hypothesis:
+        """Return a result, and its alternatives, with text and what is missing of the source."""
+        others = tuple(self._completed(one, given, options) for one in found.alternatives)
+        return replace(found, text=self._text(found, options), dropped=given.dropped, alternatives=others)
+
+    def _text(self, found: Hypothesis, options: DecodeOptions) -> str | None:
+        if self._tokenizer is None:
+            return None
+        text = self._tokenizer.text(found.tokens)
+        stops = [one for one in options.stop if isinstance(one, str)]
+        return cut_text(text, stops) if found.finish == "stop" else text
+
     def _encoded(self, source: Source) -> Encoded:
-        if not isinstance(source, str):
-            return Encoded(np.asarray(source))
+        return self._needed_tokenizer().encoded(source) if isinstance(source, str) else Encoded(np.asarray(source))
+
+    def _needed_tokenizer(self) -> Tokenizer:
         if TOKENIZER not in self.bundle.manifest.files:
             raise ConfigError(f"{self.bundle.path} has no {TOKENIZER}: pass token ids, not text (fatdeploy run --ids)")
         # Without the package there is none; asking again says what to install.
-        tokenizer = self._tokenizer or Tokenizer(self.bundle.file(TOKENIZER))
-        return tokenizer.encoded(source)
+        return self._tokenizer or Tokenizer(self.bundle.file(TOKENIZER))
 
-    def _text(self, one: Hypothesis) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.text(one.tokens)
+
+class Given(NamedTuple):
+    """The tokens of a source, and how many were cut off."""
+
+    ids: NDArray[np.generic]
+    dropped: int
+
+
+def _check_budget(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"batch_tokens must be a whole number from 1 up, found {value!r}")
+
+
+def _check_streamed(options: DecodeOptions) -> None:
+    wrong = [
+        f"{name} = {value}"
+        for name, value in {
+            "num_beams": options.num_beams,
+            "num_return_sequences": options.num_return_sequences,
+        }.items()
+        if value > 1
+    ]
+    if wrong:
+        raise ConfigError(
+            f"stream refused: it goes with num_beams = 1 and num_return_sequences = 1, found {', '.join(wrong)}; beams "
+            "change what was said before, use generate for them"
+        )
 
 
 def _tokenizer_of(bundle: Bundle) -> Tokenizer | None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ from numpy.typing import NDArray
 
 from fatdeploy.bundle import DECODER, ENCODER, Bundle
 from fatdeploy.errors import ConfigError, SpecMismatch
+from fatdeploy.runtimes.buffers import Array, BufferPool, Buffers, move_rows, zero_rows
 from fatdeploy.runtimes.engine import Capacity, Floats, Rows, StepOut, Want, check_want, sources_of_rows
 from fatdeploy.runtimes.ort_sessions import (
     OrtOptions,
@@ -20,43 +20,6 @@ from fatdeploy.runtimes.ort_sessions import (
     run_failed,
 )
 from fatdeploy.spec import Mask, ModelSpec, Tokens
-
-Array = NDArray[Any]
-Buffers = list[list[Array]]  # one set for caches, two that change places for recurrent state
-
-# As many as decodes that usually run side by side on a device; a set may be many megabytes.
-MOST_WAITING = 4
-
-
-class BufferPool:
-    """State buffers that wait, zeroed, for the next decode of their shapes; the oldest are dropped."""
-
-    def __init__(self, most: int = MOST_WAITING) -> None:
-        self._most = most
-        self._waiting: list[Buffers] = []
-        self._lock = Lock()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def take(self, shapes: list[tuple[int, ...]]) -> Buffers | None:
-        """Return buffers of these shapes, if there are any; the newest, which the processor may still hold."""
-        with self._lock:
-            for index in reversed(range(len(self._waiting))):
-                if [array.shape for array in self._waiting[index][0]] == shapes:
-                    return self._waiting.pop(index)
-        return None
-
-    def give(self, buffers: Buffers) -> None:
-        """Keep buffers for another decode."""
-        with self._lock:
-            self._waiting.append(buffers)
-            del self._waiting[: -self._most]
-
-    def clear(self) -> None:
-        """Drop all that wait."""
-        with self._lock:
-            self._waiting.clear()
 
 
 @dataclass
@@ -74,9 +37,10 @@ class OrtState:
 
     inputs: dict[str, Any]  # what stays the same from step to step, as OrtValues
     sources: dict[str, Array]  # the same as arrays
-    buffers: Buffers
-    capacity: int
+    buffers: Buffers  # of all rows that there may be; a step is given the first
+    capacity: Capacity
     rows: int
+    most_rows: int  # that there ever were
     position: NDArray[np.int64]
     n_steps: int = 0
     bound: dict[tuple[int, Want], Bound] = field(default_factory=dict)
@@ -119,16 +83,15 @@ class OrtEngine:
         }
         # In `standard` graphs the capacity is a number of the graph.
         positions = capacity.target_positions if self.branches else self.spec.max_target
-        buffers = self._zeros(len(source), positions)
-        return OrtState(
-            self._values(sources), sources, buffers, capacity.target_positions, len(source), np.zeros((), np.int64)
-        )
+        rows = len(source)
+        buffers = self._zeros(rows * capacity.rows_per_source, positions)
+        return OrtState(self._values(sources), sources, buffers, capacity, rows, rows, np.zeros((), np.int64))
 
     def step(self, tokens: Tokens, state: OrtState, want: Want) -> StepOut:
         """Feed tokens [R, t]; nothing is copied but them."""
         _check_held(state)
         check_want(self.spec, want)
-        self.spec.check_tokens(tokens, int(state.position), state.capacity)
+        self.spec.check_tokens(tokens, int(state.position), state.capacity.target_positions)
         if len(tokens) != state.rows:
             raise SpecMismatch(f"step refused: {len(tokens)} rows of tokens, the state has {state.rows}")
         key = (tokens.shape[1], want)
@@ -146,20 +109,28 @@ class OrtEngine:
         return bound.out
 
     def reorder(self, state: OrtState, rows: Rows) -> None:
-        """Make new row i continue old row rows[i]; sources without rows leave."""
+        """Make new row i continue old row rows[i]; sources without rows leave.
+
+        Only rows that another continues are copied, only their written positions, and buffers stay where they are.
+        """
         _check_held(state)
         if rows.size and not (rows.min() >= 0 and rows.max() < state.rows):
             raise SpecMismatch(f"reorder refused: the state has rows 0…{state.rows - 1}, found {rows.tolist()}")
         batch = len(state.sources[self.spec.source_mask.name])
-        kept, _ = sources_of_rows(rows, state.rows // batch)
-        if not np.array_equal(kept, np.arange(batch)):
+        kept, each = sources_of_rows(rows, state.rows // batch)
+        if each > state.capacity.rows_per_source:
+            raise SpecMismatch(
+                f"reorder refused: {each} rows a source, the state was encoded for a capacity of "
+                f"rows_per_source = {state.capacity.rows_per_source}"
+            )
+        move_rows(self.spec.state, state.buffers[state.n_steps % len(state.buffers)], rows, int(state.position))
+        leaving = not np.array_equal(kept, np.arange(batch))
+        if leaving:
             state.sources = {name: np.ascontiguousarray(array[kept]) for name, array in state.sources.items()}
             state.inputs = self._values(state.sources)
-        current = state.n_steps % len(state.buffers)
-        moved = [np.ascontiguousarray(array[rows]) for array in state.buffers[current]]
-        state.buffers = [moved, *([np.zeros_like(array) for array in moved] for _ in state.buffers[1:])]
-        state.rows, state.n_steps = len(rows), 0
-        state.bound.clear()
+        if leaving or len(rows) != state.rows:
+            state.bound.clear()
+        state.rows, state.most_rows = len(rows), max(len(rows), state.most_rows)
 
     def length_log_probs(self, state: OrtState) -> Floats:
         """Return log-probabilities [B, max_target] of the target lengths from 1 up."""
@@ -173,7 +144,7 @@ class OrtEngine:
         """Take a state back: its buffers serve the next decode of the same shapes."""
         _check_held(state)
         state.released = True
-        self._zero(state)
+        zero_rows(self.spec.state, state.buffers, state.most_rows, int(state.position))
         self.pool.give(state.buffers)
         state.buffers, state.bound = [], {}
 
@@ -202,18 +173,6 @@ class OrtEngine:
             for _ in range(sets)
         ]
 
-    def _zero(self, state: OrtState) -> None:
-        """Make buffers as good as new.
-
-        A sum starts from zero. A cache is hidden from its reader beyond the position, but some graphs hide by a weight
-        of zero, and zero times a NaN that another source left there is NaN: so what was written is zeroed too.
-        """
-        written = slice(int(state.position))
-        for one, *arrays in zip(self.spec.state, *state.buffers, strict=True):
-            place = tuple(written if axis == "capacity" else slice(None) for axis in one.shape)
-            for array in arrays:
-                array[place] = 0
-
     def _values(self, arrays: dict[str, Array]) -> dict[str, Any]:
         wanted = {one.name for one in self.spec.decoder_inputs(branches=self.branches)}
         value = self._ort.OrtValue.ortvalue_from_numpy
@@ -231,7 +190,7 @@ class OrtEngine:
         if self.branches:
             changing[self.spec.want.name] = np.array(int(want))
         inputs = {**state.inputs, **self._values(changing)}
-        sets = state.buffers
+        sets = [[array[: state.rows] for array in arrays] for arrays in state.buffers]
         pairs = [(sets[i], sets[(i + 1) % len(sets)]) for i in range(len(sets))]
         bindings = [self._binding(inputs, results, past, present) for past, present in pairs]
         return Bound(tokens, self._step_out(results), bindings)

@@ -1,31 +1,39 @@
 """The command that decodes: texts or ids from the command line or standard input, a line each."""
 
-import json
 import logging
 import sys
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, Unpack
+from typing import TYPE_CHECKING, TypeVar, Unpack, cast
 
 import click
 
 from fatdeploy.errors import ConfigError
 from fatdeploy.runtimes.command_options import EngineArguments, engine_options
+from fatdeploy.runtimes.run_options import DecodeArguments, decode_options, ids_from_text, options_from_arguments
+from fatdeploy.runtimes.run_output import Given, Output
 
 if TYPE_CHECKING:
     # Not at run time: a command's help must not need numpy.
-    from fatdeploy.runtimes.hypothesis import Hypothesis
+    from click._termui_impl import ProgressBar
+
     from fatdeploy.runtimes.model import Model
 
-Given = str | list[int]
 Item = TypeVar("Item")
+
+
+class Arguments(DecodeArguments, EngineArguments):
+    """All options that only pass through the command."""
 
 
 @click.command(
     epilog="""\b
 Examples:
   fatdeploy run my-model "a first text" "a second one"
+  fatdeploy run my-model --beams 4 --n-best 2 --scores "a text"
+  fatdeploy run my-model --sample --temperature 0.8 --top-p 0.9 --seed 7 "a text"
+  fatdeploy run my-model --stream --stop "." "a text"
   fatdeploy run my-model --json < texts.txt > results.jsonl
   fatdeploy run my-model --ids --max-new-tokens 12 "17 42 9" "7 8"
 """
@@ -33,36 +41,66 @@ Examples:
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("texts", nargs=-1, metavar="[TEXT]...")
 @click.option("--ids", "as_ids", is_flag=True, help="A source is token ids with blanks between them.")
-@click.option("--max-new-tokens", type=click.IntRange(1), help="Most tokens a target; the model's limit unless said.")
 @click.option("--truncate", is_flag=True, help="Cut sources that are too long, instead of refusing them.")
 @click.option(
-    "--batch-size", default=8, show_default=True, type=click.IntRange(1), help="How many sources to decode together."
+    "--batch-size", default=64, show_default=True, type=click.IntRange(1), help="How many sources to take at a time."
+)
+@click.option(
+    "--batch-tokens",
+    default=8192,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Positions to decode together: targets times the lengths of source and target. Changes no result.",
+)
+@click.option("--stream", is_flag=True, help="Write a target while it is decoded.")
+@click.option("--scores", is_flag=True, help="Write each target's score; with --json also log-probabilities.")
+@click.option(
+    "--alignments", is_flag=True, help="Write what each token looks at; of bundles exported with --attention."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object a line.")
+@decode_options
 @engine_options
 def run(
     bundle: Path,
     texts: tuple[str, ...],
     as_ids: bool,
-    max_new_tokens: int | None,
     truncate: bool,
     batch_size: int,
+    batch_tokens: int,
+    stream: bool,
+    scores: bool,
+    alignments: bool,
     as_json: bool,
-    **engine: Unpack[EngineArguments],
+    **arguments: Unpack[Arguments],
 ) -> None:
     """Decode texts, or lines of standard input.
 
-    Prints a line for each source, in order: its text, or token ids where the bundle has no tokenizer.
+    Prints a line for each source, in order: its text, or token ids where the bundle has no tokenizer. With --n-best a
+    line for each target, after the number of its source; --scores and --alignments (source-target pairs) add columns.
     """
     from fatdeploy.runtimes.model import load
-    from fatdeploy.runtimes.options import DecodeOptions
 
-    options = DecodeOptions(max_new_tokens=max_new_tokens)
+    engine = cast("EngineArguments", {name: arguments.pop(name) for name in EngineArguments.__annotations__})  # type: ignore[misc]
+    options = options_from_arguments(arguments, as_ids=as_ids, scores=scores)
+    output = Output(as_json, options.num_return_sequences > 1, scores, alignments)
     with load(bundle, **engine) as model:
+        if alignments and model.spec.alignment is None:
+            raise ConfigError(f"{bundle} tells no alignments: export it again with --attention LAYER")
         sources = checked(model, given_sources(texts, as_ids), truncate)
-        for batch in with_progress(batches(sources, batch_size), len(texts), batch_size):
-            for source, found in zip(batch, model.generate(batch, options, truncate=truncate), strict=True):
-                click.echo(json_line(source, found) if as_json else plain_line(found))
+        if stream:
+            for source in sources:
+                output.write_stream(source, model.stream(source, options, truncate=truncate))
+            return
+        numbers = count()
+        # What is typed by hand is answered line by line.
+        size = 1 if not texts and sys.stdin.isatty() else batch_size
+        with progress_bar(len(texts)) as bar:
+            for batch in batches(sources, size):
+                results = model.generate(
+                    batch, options, truncate=truncate, batch_tokens=batch_tokens, progress=bar.update
+                )
+                for source, found in zip(batch, results, strict=True):
+                    click.echo("\n".join(output.lines(next(numbers), source, found)))
 
 
 def given_sources(texts: tuple[str, ...], as_ids: bool) -> Iterator[tuple[str, Given]]:
@@ -90,14 +128,6 @@ def numbered_lines(stream: Iterable[bytes]) -> Iterator[tuple[str, str]]:
             raise ConfigError(f"line {number}: expected UTF-8, found byte {line[error.start]:#04x}") from error
 
 
-def ids_from_text(place: str, text: str) -> list[int]:
-    """Return the token ids that stand in a text."""
-    try:
-        return [int(word) for word in text.split()]
-    except ValueError as error:
-        raise ConfigError(f"{place}: expected token ids with blanks between them, found {text[:40]!r}") from error
-
-
 def checked(model: "Model", sources: Iterable[tuple[str, Given]], truncate: bool) -> Iterator[Given]:
     """Yield sources that the model takes; the first that it does not is named by its place."""
     for place, source in sources:
@@ -114,25 +144,13 @@ def batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
         yield batch
 
 
-def with_progress(found: Iterator[list[Item]], n_texts: int, size: int) -> Iterator[list[Item]]:
-    """Yield batches and show on standard error how far they are, where somebody watches and nothing else moves."""
-    several = n_texts == 0 or n_texts > size
+def progress_bar(n_texts: int) -> "ProgressBar[None]":
+    """Return a bar on standard error that counts sources, where somebody watches and nothing else moves."""
+    several = n_texts != 1
     watched = sys.stderr.isatty() and not sys.stdout.isatty()
     quiet = not logging.getLogger("fatdeploy").isEnabledFor(logging.WARNING)
     # Of standard input nobody knows the length: waiting for its end would keep results back.
-    length = -(-n_texts // size) or None
-    with click.progressbar(
-        found, length, label="decoding", file=sys.stderr, hidden=quiet or not (several and watched)
-    ) as bar:
-        yield from bar
-
-
-def plain_line(found: "Hypothesis") -> str:
-    """Return a result in one line: the text, or the ids where there is none."""
-    return " ".join(map(str, found.tokens)) if found.text is None else " ".join(found.text.splitlines())
-
-
-def json_line(source: Given, found: "Hypothesis") -> str:
-    """Return a result for a program to read."""
-    values = {"source": source, "tokens": found.tokens, "text": found.text, "finish": found.finish}
-    return json.dumps({**values, "dropped": found.dropped}, ensure_ascii=False)
+    length = n_texts or None
+    return click.progressbar(
+        length=length, label="decoding", file=sys.stderr, show_pos=True, hidden=quiet or not (several and watched)
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import fatdeploy
-from fatdeploy.runtimes import model
+from fatdeploy.runtimes import model, streaming
 
 ROOT = Path(__file__).parent.parent
 
@@ -93,7 +93,7 @@ import fatdeploy.export.pipeline
 def test_the_public_surface_is_what_it_says() -> None:
     assert sorted(fatdeploy.__all__) == fatdeploy.__all__
     assert all(hasattr(fatdeploy, name) for name in fatdeploy.__all__)
-    others = {"DecodeOptions", "Hypothesis", "Model", "__version__", "load"}
+    others = {"DecodeOptions", "Event", "Hypothesis", "Model", "Stream", "__version__", "load"}
     errors = [getattr(fatdeploy, name) for name in fatdeploy.__all__ if name not in others]
     assert all(issubclass(error, fatdeploy.FatdeployError) for error in errors)
     assert fatdeploy.load is model.load
@@ -102,6 +102,7 @@ def test_the_public_surface_is_what_it_says() -> None:
         model.DecodeOptions,
         model.Hypothesis,
     )
+    assert (fatdeploy.Event, fatdeploy.Stream) == (streaming.Event, streaming.Stream)
     with pytest.raises(AttributeError, match="module 'fatdeploy' has no attribute 'lod'"):
         fatdeploy.lod  # noqa: B018
 

@@ -18,8 +18,8 @@ import fatdeploy
 from fatdeploy import BackendUnavailable, BundleError, ConfigError, DecodeOptions, Hypothesis, SpecMismatch
 from fatdeploy.bundle import TOKENIZER, Bundle, write_manifest
 from fatdeploy.export.eager import EagerEngine
+from fatdeploy.runtimes.buffers import MOST_WAITING
 from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.ort import MOST_WAITING
 from tests.bundles import bundle_of, model_of
 from tests.texts import bundle_with_text, words
 

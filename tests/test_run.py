@@ -153,13 +153,14 @@ def on_a_terminal(*arguments: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("before", "size", "shows"), [([], "2", True), ([], "5", False), (["--quiet"], "2", False)], ids=str
+    ("before", "count", "shows"), [([], 5, True), ([], 1, False), (["--quiet"], 5, False)], ids=str
 )
-def test_progress_is_shown_on_a_terminal_when_there_is_more_than_one_batch(
-    before: list[str], size: str, shows: bool
+def test_progress_is_shown_on_a_terminal_when_there_is_more_than_one_source(
+    before: list[str], count: int, shows: bool
 ) -> None:
-    options = ["--ids", "--max-new-tokens", "12", "--batch-size", size]
-    out, shown = on_a_terminal(*before, "run", str(bundle_of(TINY).path), *options, *lines(SOURCES))
-    assert out.splitlines() == lines(expected_tokens(SOURCES))
+    sources = SOURCES[:count]
+    options = ["--ids", "--max-new-tokens", "12"]
+    out, shown = on_a_terminal(*before, "run", str(bundle_of(TINY).path), *options, *lines(sources))
+    assert out.splitlines() == lines(expected_tokens(sources))
     assert ("100%" in shown) == shows
     assert bool(shown) == shows

@@ -1,0 +1,169 @@
+"""Options of ``fatdeploy run`` that say how to decode and what to write."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from fatdeploy.bundle import Bundle
+from fatdeploy.cli import main
+from fatdeploy.export.contract import Choices
+from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.pipeline import Origin, write_bundle
+from fatdeploy.runtimes.decode import decode
+from fatdeploy.runtimes.hypothesis import Hypothesis
+from fatdeploy.runtimes.options import DecodeOptions
+from tests.bundles import bundle_of, model_of, shared_bundle
+from tests.texts import bundle_with_text, words
+
+TINY = "transformer-tiny"
+SOURCES = [[9, 30, 12], [40, 41], [20, 33, 8, 50]]
+
+
+@pytest.fixture(scope="module")
+def text_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return bundle_with_text(tmp_path_factory.mktemp("text") / "bundle")
+
+
+def run(bundle: Bundle, *arguments: str) -> Result:
+    return CliRunner().invoke(main, ["run", str(bundle.path), "--max-new-tokens", "12", *arguments])
+
+
+def line(tokens: list[int] | tuple[int, ...]) -> str:
+    return " ".join(map(str, tokens))
+
+
+def expected(**values: object) -> list[Hypothesis]:
+    return decode(EagerEngine(model_of(TINY)), SOURCES, DecodeOptions(**{"max_new_tokens": 12, **values}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "values"),
+    [
+        ("--beams 4", {"num_beams": 4}),
+        (
+            "--num-beams 3 --length-penalty 0.4 --early-stopping never",
+            {"num_beams": 3, "length_penalty": 0.4, "early_stopping": "never"},
+        ),
+        ("--beams 2 --early-stopping yes", {"num_beams": 2, "early_stopping": True}),
+        (
+            "--sample --temperature 0.7 --top-k 9 --top-p 0.9 --min-p 0.01 --seed 4",
+            {"sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "seed": 4},
+        ),
+        ("--prefix|7 8 9", {"prefix": [7, 8, 9]}),
+        ("--repetition-penalty 1.5 --no-repeat-ngram 2", {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2}),
+        ("--force 0 9 --force 2 11 --min-new-tokens 4", {"forced_tokens": [(0, 9), (2, 11)], "min_new_tokens": 4}),
+    ],
+    ids=str,
+)
+def test_an_option_is_the_one_of_the_same_name(arguments: str, values: dict) -> None:
+    given = arguments.split("|") if "|" in arguments else arguments.split()
+    result = run(bundle_of(TINY), "--ids", *given, *map(line, SOURCES))
+    assert result.stdout.splitlines() == [line(one.tokens) for one in expected(**values)], result.output
+    assert expected(**values) != expected()
+
+
+def test_what_may_not_be_said_is_not_said(tmp_path: Path) -> None:
+    plain = [token for one in expected() for token in one.tokens]
+    first, pair = plain[0], line(plain[1:3])
+    values = {"suppress_tokens": [first], "bad_words": [plain[1:3]], "stop": [plain[5:6]]}
+    result = run(
+        *(bundle_of(TINY), "--ids", "--suppress", str(first), "--bad-word", pair, "--stop", str(plain[5])),
+        *map(line, SOURCES),
+    )
+    assert result.stdout.splitlines() == [line(one.tokens) for one in expected(**values)]
+    listed = tmp_path / "ids.txt"
+    listed.write_text("\n".join(map(str, range(20, 40))))
+    result = run(bundle_of(TINY), "--ids", "--shortlist", str(listed), *map(line, SOURCES))
+    assert result.stdout.splitlines() == [line(one.tokens) for one in expected(shortlist=range(20, 40))]
+
+
+def test_several_targets_have_a_line_each_with_the_number_of_the_source_and_the_score() -> None:
+    result = run(bundle_of(TINY), "--ids", "--beams", "3", "--n-best", "2", "--scores", *map(line, SOURCES))
+    found = [one for best in expected(num_beams=3, num_return_sequences=2) for one in (best, *best.alternatives)]
+    columns = [one.split("\t") for one in result.stdout.splitlines()]
+    assert [(number, tokens) for number, _, tokens in columns] == [
+        (str(index // 2), line(one.tokens)) for index, one in enumerate(found)
+    ]
+    assert [float(score) for _, score, _ in columns] == pytest.approx([one.score for one in found], abs=2e-4)
+
+
+def test_json_tells_scores_log_probabilities_and_alternatives(text_bundle: Bundle) -> None:
+    text = words(SOURCES[0])
+    [value] = map(
+        json.loads, run(text_bundle, "--json", "--scores", "--beams", "3", "--n-best", "3", text).stdout.splitlines()
+    )
+    assert set(value) == {"source", "tokens", "text", "finish", "dropped", "score", "log_probs", "alternatives"}
+    assert len(value["log_probs"]) == len(value["tokens"])
+    assert [words(one["tokens"]) for one in value["alternatives"]] == [one["text"] for one in value["alternatives"]]
+    scores = [value["score"], *(one["score"] for one in value["alternatives"])]
+    assert scores == sorted(scores, reverse=True)
+
+
+def test_a_stream_ends_up_as_the_same_line(text_bundle: Bundle) -> None:
+    texts = [words(source) for source in SOURCES]
+    assert run(text_bundle, "--stream", *texts).stdout == run(text_bundle, *texts).stdout
+    ids = list(map(line, SOURCES))
+    assert run(bundle_of(TINY), "--ids", "--stream", *ids).stdout == run(bundle_of(TINY), "--ids", *ids).stdout
+
+
+def test_a_stream_of_json_is_an_event_a_line(text_bundle: Bundle) -> None:
+    text = words(SOURCES[0])
+    *events, last = map(json.loads, run(text_bundle, "--stream", "--json", text).stdout.splitlines())
+    whole = json.loads(run(text_bundle, "--json", text).stdout)
+    assert last["result"] == {name: value for name, value in whole.items() if name != "source"}
+    assert "".join(event["text"] for event in [*events, last]) == whole["text"]
+    assert [token for event in [*events, last] for token in event["tokens"]] == whole["tokens"]
+    assert len(events) > 5
+
+
+def test_a_prefix_and_a_stop_are_text_where_there_is_a_tokenizer(text_bundle: Bundle) -> None:
+    text = words(SOURCES[0])
+    plain = run(text_bundle, text).stdout.split()
+    assert run(text_bundle, "--stop", f"{plain[3]} {plain[4]}", text).stdout.split() == plain[:3]
+    assert run(text_bundle, "--prefix", "w7 w8", text).stdout.split()[:2] == ["w7", "w8"]
+
+
+def test_alignments_are_pairs_of_places_and_whole_in_json() -> None:
+    bundle = shared_bundle(
+        "aligned",
+        lambda folder: write_bundle(
+            model_of(TINY), folder, origin=Origin(name=TINY), choices=Choices(attention_layer=1, max_target=32)
+        ),
+    )
+    source = line(SOURCES[0])
+    tokens, pairs = run(bundle, "--ids", "--alignments", source).stdout.rstrip("\n").split("\t")
+    value = json.loads(run(bundle, "--ids", "--alignments", "--json", source).stdout)
+    assert tokens == line(value["tokens"])
+    weights = value["alignments"]
+    assert [len(row) for row in weights] == [3] * len(value["tokens"])
+    assert all(sum(row) == pytest.approx(1, abs=1e-4) for row in weights)
+    assert pairs.split() == [f"{row.index(max(row))}-{place}" for place, row in enumerate(weights)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--alignments"], "tells no alignments: export it again with --attention LAYER"),
+        (["--stream", "--beams", "2"], "num_beams"),
+        (["--n-best", "2"], "num_return_sequences must lie in 1…1 (num_beams), found 2"),
+        (["--max-new-tokens", "999"], "max_new_tokens must lie in 1…256"),
+        (["--bad-word", "a b"], "--bad-word: expected token ids with blanks between them, found 'a b'"),
+        (["--shortlist", "nowhere.txt"], "cannot read --shortlist nowhere.txt"),
+        (["--suppress", "64"], "suppress_tokens must be ids in 0…63, found 64"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_had_is_one_line_and_exit_code_1(arguments: list[str], reason: str) -> None:
+    result = run(bundle_of(TINY), "--ids", *arguments, "9 30 12")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert reason in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--top-p", "0"], ["--beams", "0"], ["--early-stopping", "maybe"]], ids=str)
+def test_a_value_out_of_range_is_refused_as_usage(arguments: list[str]) -> None:
+    result = run(bundle_of(TINY), "--ids", *arguments, "9 30 12")
+    assert result.exit_code == 2
+    assert arguments[0] in result.stderr
