@@ -97,6 +97,10 @@ class Flat(nn.Module):
         """Return the scores of the vocabulary."""
         raise NotImplementedError
 
+    def output_matrix(self) -> Tensor | None:
+        """Return the matrix [V, M] that makes logits of the hidden state; None if they are something else."""
+        return None
+
 
 class FlatReference(Flat):
     """A model of the FAT family."""
@@ -128,6 +132,10 @@ class FlatReference(Flat):
 
     def logits(self, called: Called, memory: Memory) -> Tensor:
         return self.inner.logits(called.inner, self._memory(memory))
+
+    def output_matrix(self) -> Tensor | None:
+        # Copying makes log-probabilities of a mixture.
+        return None if self.inner.config.copy else self.inner.output.weight
 
     def _memory(self, memory: Memory) -> ReferenceMemory:
         used = memory.tensors[: len(self.spec.memory)]

@@ -7,7 +7,7 @@ import torch
 
 from fatdeploy.errors import SpecMismatch
 from fatdeploy.export.contract import Memory, Tensors, flat_model
-from fatdeploy.runtimes.engine import Capacity, Floats, Rows, StepOut, Want, check_want, sources_of_rows
+from fatdeploy.runtimes.engine import Capacity, Floats, Ids, Rows, StepOut, Want, check_ids, check_want, sources_of_rows
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 
@@ -88,6 +88,16 @@ class EagerEngine:
             raise SpecMismatch("this model has no length head: its targets end with EOS")
         log_probs: Floats = state.memory.tensors[-1].numpy()
         return log_probs
+
+    @torch.inference_mode()
+    def output_rows(self, ids: Ids) -> Floats | None:
+        """Return the rows of the output matrix that belong to ids, [n, M]; None if the model has none."""
+        check_ids(self.spec, ids)
+        matrix = self.flat.output_matrix()
+        if matrix is None:
+            return None
+        rows: Floats = matrix[torch.from_numpy(ids)].numpy()
+        return rows
 
     def release(self, state: EagerState) -> None:
         """Nothing is kept for the next state."""

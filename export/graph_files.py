@@ -6,6 +6,7 @@ protobuf cannot write a message of more than 2 GB, so no graph is ever held toge
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import onnx
 from onnx import numpy_helper
@@ -15,6 +16,14 @@ from fatdeploy.errors import ExportFailed
 LARGEST_STRUCTURE = 2**31 - 1
 # Smaller tensors (shapes, axes, scales) stay in the graph, where optimisers look at them.
 INLINE_BELOW = 1024
+
+
+class Place(NamedTuple):
+    """A file beside the graph, and which of its bytes."""
+
+    location: str
+    offset: int
+    length: int
 
 
 def read_structure(path: Path) -> onnx.ModelProto:
@@ -35,10 +44,16 @@ def tensor_data(tensor: onnx.TensorProto, folder: Path) -> bytes:
     if tensor.data_location != onnx.TensorProto.EXTERNAL:
         data: bytes = numpy_helper.to_array(tensor).tobytes()
         return data
+    place = place_of(tensor)
+    with (folder / place.location).open("rb") as file:
+        file.seek(place.offset)
+        return bytes(file.read(place.length))
+
+
+def place_of(tensor: onnx.TensorProto) -> Place:
+    """Return where a tensor's data stands beside the graph."""
     place = {entry.key: entry.value for entry in tensor.external_data}
-    with (folder / place["location"]).open("rb") as file:
-        file.seek(int(place.get("offset", 0)))
-        return bytes(file.read(int(place["length"])))
+    return Place(place["location"], int(place.get("offset", 0)), int(place["length"]))
 
 
 def hold(tensor: onnx.TensorProto, data: bytes) -> None:

@@ -5,14 +5,18 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
 
+import numpy as np
 import onnx
+from numpy.typing import NDArray
 
-from fatdeploy.bundle import WEIGHTS, WeightGroup
+from fatdeploy.bundle import DECODER, WEIGHTS, OutputMatrix, WeightGroup
 from fatdeploy.export.graph_files import (
     INLINE_BELOW,
     graphs_of,
     hold,
+    place_of,
     point,
     read_structure,
     tensor_data,
@@ -46,12 +50,33 @@ def write_graphs(graphs: Mapping[str, Path], folder: Path) -> dict[str, WeightGr
                     hold(tensor, data)
                     continue
                 if key not in offsets:
-                    weights.write(b"\0" * (-weights.tell() % ALIGNMENT))
-                    offsets[key] = weights.tell()
-                    weights.write(data)
+                    offsets[key] = _appended(weights, data)
                 point(tensor, WEIGHTS, offsets[key], len(data))
             write_structure(graph, folder / name)
     return dict(sorted(groups.items()))
+
+
+def placed_output_matrix(matrix: NDArray[np.float32], folder: Path) -> OutputMatrix:
+    """Return where the weights hold the output matrix [V, M]; it is added if no graph reads it as it is.
+
+    It is known by its content: a graph may share it with an embedding, or read its transpose.
+    """
+    tensors = [one for part in graphs_of(read_structure(folder / DECODER).graph) for one in part.initializer]
+    for transposed, wanted in enumerate((matrix, matrix.T)):
+        for tensor in tensors:
+            outside = tensor.data_location == onnx.TensorProto.EXTERNAL and tuple(tensor.dims) == wanted.shape
+            if outside and tensor_data(tensor, folder) == wanted.tobytes():
+                return OutputMatrix(place_of(tensor).offset, "float32", bool(transposed))
+    with (folder / WEIGHTS).open("ab") as weights:
+        return OutputMatrix(_appended(weights, matrix.tobytes()), "float32", transposed=False)
+
+
+def _appended(weights: BinaryIO, data: bytes) -> int:
+    """Write data at the end of a file, aligned, and return where it stands."""
+    weights.write(b"\0" * (-weights.tell() % ALIGNMENT))
+    offset = weights.tell()
+    weights.write(data)
+    return offset
 
 
 def _grown(group: WeightGroup | None, parameters: int, size: int) -> WeightGroup:

@@ -32,7 +32,7 @@ from fatdeploy.export.contract import Choices, Flat, flat_model
 from fatdeploy.export.dialects import OPSET
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.graph_files import op_histogram
-from fatdeploy.export.package import write_graphs
+from fatdeploy.export.package import placed_output_matrix, write_graphs
 from fatdeploy.export.reference.checkpoint import stored_tensors
 from fatdeploy.export.simplify import Arrays, simplified
 from fatdeploy.export.trace import traced_decoder, traced_encoder
@@ -78,6 +78,8 @@ def write_bundle(
     with replaced_folder(folder, force=force) as new, _folder_beside(new) as work:
         traced, graphs = _written_graphs(flat, dialect, work, stage)
         weights = write_graphs(graphs, new)
+        matrix = flat.output_matrix()
+        output_matrix = None if matrix is None else placed_output_matrix(matrix.detach().numpy(), new)
         if origin.tokenizer is not None:
             shutil.copyfile(origin.tokenizer, new / TOKENIZER)
         stage("drawing probes from the reference")
@@ -86,7 +88,9 @@ def write_bundle(
         histograms = {
             part: {"traced": op_histogram(traced[part]), "simplified": op_histogram(graphs[part])} for part in graphs
         }
-        manifest = replace(_manifest(flat, origin, dialect), histograms=histograms, weights=weights)
+        manifest = replace(
+            _manifest(flat, origin, dialect), histograms=histograms, weights=weights, output_matrix=output_matrix
+        )
         stage("comparing the graphs with the reference")
         certificate = certified(flat, write_manifest(new, manifest), probes, traced, graphs)
         (new / PARITY).write_text(json.dumps(certificate, indent=2, sort_keys=True) + "\n")

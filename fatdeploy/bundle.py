@@ -18,7 +18,8 @@ Target = Literal["ort-cpu", "ort-cuda", "onnx", "tensorrt", "tensorrt-rtx"]
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4"]
 Dialect = Literal["ort", "standard"]
 
-FORMAT = (1, 0)  # a reader takes any minor of its own major
+FORMAT = (1, 1)  # a reader takes any minor of its own major
+OUTPUT_MATRIX_SINCE = (1, 1)  # earlier manifests do not say whether there is one
 MANIFEST, ENCODER, DECODER, WEIGHTS = "manifest.json", "encoder.onnx", "decoder.onnx", "weights.bin"
 TOKENIZER, PARITY, PROBES = "tokenizer.json", "parity.json", "probes.npz"
 REQUIRED = (ENCODER, DECODER, WEIGHTS)  # of every target: a TensorRT plan is built from them on the device
@@ -58,12 +59,26 @@ class WeightGroup:
     bytes: int
 
 
+@dataclass(frozen=True)
+class OutputMatrix:
+    """Where the weights hold the matrix [V, M] that makes logits of a hidden state; transposed it stands as [M, V]."""
+
+    offset: int
+    dtype: Literal["float32"]
+    transposed: bool
+
+    def __post_init__(self) -> None:
+        if self.offset < 0:
+            raise ValueError(f"offset must be 0 or more, found {self.offset}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a bundle is, who made it and how; ``write_manifest`` fills in ``files``.
 
     ``onnxruntime`` is the range of versions that it was verified with, ``settings`` are the choices that the exporter
     made by itself, ``histograms`` count operators: graph, then ``traced`` or ``simplified``, then operator.
+    ``output_matrix`` is None if logits are something else than a hidden state times a matrix.
     """
 
     spec: ModelSpec
@@ -77,6 +92,7 @@ class Manifest:
     settings: dict[str, object] = field(default_factory=dict)
     histograms: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
     weights: dict[str, WeightGroup] = field(default_factory=dict)
+    output_matrix: OutputMatrix | None = None
     files: dict[str, FileRecord] = field(default_factory=dict)
     format: tuple[int, int] = FORMAT
 

@@ -12,6 +12,7 @@ from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 Floats = NDArray[np.float32]
 Rows = NDArray[np.int64]
+Ids = NDArray[np.int64]
 State = TypeVar("State")
 
 
@@ -74,6 +75,13 @@ class Engine(Stepper[State], Protocol[State]):
         """Return log-probabilities [B, max_target] of the target lengths from 1 up; only models with a length head."""
         ...
 
+    def output_rows(self, ids: Ids) -> Floats | None:
+        """Return the rows of the output matrix that belong to ids, [n, M], as the caller's own.
+
+        None if logits are not the hidden state times a matrix.
+        """
+        ...
+
     def close(self) -> None:
         """Give back everything; the engine cannot be used afterwards."""
         ...
@@ -97,3 +105,12 @@ def check_want(spec: ModelSpec, want: Want) -> None:
     """Raise if a hidden state is all that is wanted of a model that does not tell it."""
     if want is Want.HIDDEN and not spec.hidden:
         raise SpecMismatch("this model gives logits alone: its hidden state cannot be had")
+
+
+def check_ids(spec: ModelSpec, ids: Ids) -> None:
+    """Raise SpecMismatch unless ids are a row of tokens: a negative one would be counted from the end."""
+    if ids.dtype != np.int64 or ids.ndim != 1:
+        raise SpecMismatch(f"output rows refused: ids must be int64 [n], found {ids.dtype} {list(ids.shape)}")
+    if ids.size and not (ids.min() >= 0 and ids.max() < spec.vocab_size):
+        wrong = ids.min() if ids.min() < 0 else ids.max()
+        raise SpecMismatch(f"output rows refused: ids must lie in 0…{spec.vocab_size - 1}, found {wrong}")

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from fatdeploy.bundle import DECODER, ENCODER, Bundle
 from fatdeploy.errors import ConfigError, SpecMismatch
 from fatdeploy.runtimes.buffers import Array, BufferPool, Buffers, move_rows, zero_rows
-from fatdeploy.runtimes.engine import Capacity, Floats, Rows, StepOut, Want, check_want, sources_of_rows
+from fatdeploy.runtimes.engine import Capacity, Floats, Ids, Rows, StepOut, Want, check_want, sources_of_rows
 from fatdeploy.runtimes.ort_sessions import (
     OrtOptions,
     Provider,
@@ -19,6 +19,7 @@ from fatdeploy.runtimes.ort_sessions import (
     opened_sessions,
     run_failed,
 )
+from fatdeploy.runtimes.output_matrix import stored_output_rows
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 
@@ -139,6 +140,10 @@ class OrtEngine:
             raise SpecMismatch("this model has no length head: its targets end with EOS")
         log_probs: Floats = state.sources[self.spec.length_log_probs[0].name]
         return log_probs
+
+    def output_rows(self, ids: Ids) -> Floats | None:
+        """Return the rows of the output matrix that belong to ids, [n, M]; None if the bundle has none."""
+        return stored_output_rows(self._bundle, ids)
 
     def release(self, state: OrtState) -> None:
         """Take a state back: its buffers serve the next decode of the same shapes."""

@@ -144,13 +144,13 @@ def batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
         yield batch
 
 
-def progress_bar(n_texts: int) -> "ProgressBar[None]":
+def progress_bar(n_texts: int) -> "ProgressBar[int]":
     """Return a bar on standard error that counts sources, where somebody watches and nothing else moves."""
     several = n_texts != 1
     watched = sys.stderr.isatty() and not sys.stdout.isatty()
     quiet = not logging.getLogger("fatdeploy").isEnabledFor(logging.WARNING)
     # Of standard input nobody knows the length: waiting for its end would keep results back.
-    length = n_texts or None
+    expected = range(n_texts) if n_texts else count()
     return click.progressbar(
-        length=length, label="decoding", file=sys.stderr, show_pos=True, hidden=quiet or not (several and watched)
+        expected, label="decoding", file=sys.stderr, show_pos=True, hidden=quiet or not (several and watched)
     )

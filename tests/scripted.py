@@ -36,6 +36,9 @@ class ScriptedEngine:
     def length_log_probs(self, state: list[list[int]]) -> np.ndarray:
         raise NotImplementedError
 
+    def output_rows(self, ids: np.ndarray) -> None:
+        return None
+
     def release(self, state: list[list[int]]) -> None:
         self.released += 1
 

@@ -25,6 +25,7 @@ from fatdeploy.bundle import (
     Bundle,
     FileRecord,
     Manifest,
+    OutputMatrix,
     Provenance,
     digest_of,
     read_bundle,
@@ -48,6 +49,7 @@ PLAIN = Manifest(
     onnxruntime=("1.31.0", "1.31.2"),
     settings={"top_k": 16, "attention_layer": None, "threads": [1, 2]},
     histograms={"decoder": {"before": {"MatMul": 30}, "after": {"MatMul": 24}}},
+    output_matrix=OutputMatrix(64, "float32", transposed=True),
 )
 FILES = (*REQUIRED, "engines/sm_87/plan", PARITY)
 ROOM = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -207,7 +209,7 @@ def test_a_path_with_a_nul_is_refused() -> None:
         (b'{"a": 1, "b": 2, "b": 3}', "manifest.json cannot be read: b stands there more than once"),
         (b"[" * 100_000, "manifest.json cannot be read: maximum recursion depth"),
         (b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}", "manifest.json"),
-        (b"{}", "manifest.json: format: expected [1, 0], found None"),
+        (b"{}", "manifest.json: format: expected [1, 1], found None"),
         (b" " * (16 << 20) + b"{}", "manifest.json cannot be read: expected at most 16777216 bytes, found more"),
     ],
     ids=lambda value: repr(value[:20]),
@@ -220,7 +222,7 @@ def test_a_manifest_that_is_no_json_object_says_so(folder: Path, text: bytes, re
 @pytest.mark.parametrize("form", [None, 1, "1.0", [1], [1, 0, 0], [True, 0], [1.0, 0], [1, -1], {}, [[1], 0]])
 def test_a_format_that_is_no_pair_of_numbers_is_refused(folder: Path, form: object) -> None:
     sealed(folder, {**values_of(folder), "format": form})
-    assert "manifest.json: format: expected [1, 0], found " in refusal(folder)
+    assert "manifest.json: format: expected [1, 1], found " in refusal(folder)
 
 
 def test_a_newer_major_is_refused_with_the_version_to_install_whatever_else_it_says(folder: Path) -> None:
@@ -280,6 +282,7 @@ def test_all_that_is_wrong_with_a_manifest_is_said_at_once(folder: Path) -> None
     values |= {"target": "tpu", "opset": True, "onnxruntime": ["1.31"], "versions": {"torch": 2}}
     values["spec"]["state"][0]["kind"] = "tape"
     values["histograms"]["decoder"]["before"]["MatMul"] = 0.5
+    values["output_matrix"]["offset"] = -1
     values["files"]["weights.bin"]["size"] = "64"
     (folder / MANIFEST).write_text(json.dumps(values))
     message = refusal(folder)
@@ -292,6 +295,7 @@ def test_all_that_is_wrong_with_a_manifest_is_said_at_once(folder: Path) -> None
         "versions.torch: expected str, found 2",
         "spec.state.0.kind: expected one of ['cache', 'recurrent'], found 'tape'",
         "histograms.decoder.before.MatMul: expected int, found 0.5",
+        "output_matrix: offset must be 0 or more, found -1",
         "files.weights.bin.size: expected int, found '64'",
     ):
         assert f"manifest.json: {reason}" in message

@@ -27,6 +27,7 @@ from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort import OrtEngine
 from tests.bundles import shared_bundle
 from tests.choices import tiny
+from tests.output_rows import check_output_rows
 
 SIZES = {"max_source": 12, "max_target": 16}
 ONE_LAYER = {"encoder_layers": 1, "decoder_layers": 1, "max_source": 40, "max_target": 48}
@@ -39,7 +40,9 @@ MASK = SOURCE != 0
 
 @cache
 def model_with(attention: str) -> ReferenceModel:
-    return tiny(SIZES, base="transformer") if attention == "plain" else tiny({**SIZES, **HYBRID})
+    if attention == "plain":
+        return tiny({**SIZES, "tie_embeddings": False}, base="transformer")
+    return tiny({**SIZES, **HYBRID})
 
 
 def aligned(attention: str, dialect: Dialect, layer: int) -> tuple[OrtEngine, EagerEngine]:
@@ -77,6 +80,18 @@ def test_a_layers_attention_is_the_references_and_never_on_padding(dialect: Dial
     assert np.abs(found[1][0] - found[1][1]).max() > 0.01
 
 
+@pytest.mark.parametrize(("dialect", "layer", "transposed"), [("ort", 0, False), ("standard", 1, True)])
+def test_an_output_matrix_that_is_no_embedding_is_found_as_the_graph_reads_it(
+    dialect: Dialect, layer: int, transposed: bool
+) -> None:
+    engine, reference = aligned("plain", dialect, layer)
+    check_output_rows(engine)
+    ids = np.array([60, 2, 17])
+    np.testing.assert_array_equal(engine.output_rows(ids), reference.output_rows(ids))
+    manifest = engine._bundle.manifest
+    assert manifest.output_matrix.transposed == transposed
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_attention_is_zero_where_the_gate_is_closed_whether_all_rows_skip_or_some(dialect: Dialect) -> None:
     engine, reference = aligned("hybrid", dialect, 0)
@@ -100,7 +115,10 @@ def same_tokens(engine: Engine[Any], reference: Engine[Any], longest: int) -> li
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_copying_goes_together_with_the_attention_of_another_layer(dialect: Dialect) -> None:
-    same_tokens(*aligned("hybrid", dialect, 0), longest=12)
+    engine, reference = aligned("hybrid", dialect, 0)
+    same_tokens(engine, reference, longest=12)
+    # Logits are logarithms of a mixture.
+    assert engine.output_rows(np.array([3])) is None
 
 
 def test_copying_in_a_hybrid_model_is_exact(tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ def test_a_hidden_state_that_the_model_does_not_tell_is_refused(bundle: Bundle) 
         with pytest.raises(SpecMismatch, match="gives logits alone: its hidden state cannot be had"):
             engine.step(np.array([[1]]), state, Want.HIDDEN)
         assert engine.step(np.array([[1]]), state, Want.LOGITS).hidden is None
+        assert engine.output_rows(np.array([3])) is None
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,23 @@ def test_the_decoding_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(re.fullmatch(r"\((\d+, ){11}\d+\) length", line) for line in lines)
 
 
-def test_the_device_example_gives_the_references_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    [example] = [example for example in EXAMPLES if "fatdeploy.load" in example]
+def run_on_a_bundle(example: str) -> None:
     exec(compile(example.replace("fat.bundle", str(bundle_of("fat-tiny").path)), "README.md", "exec"), {})
+
+
+def test_the_example_of_beams_and_streams_gives_the_references_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    run_on_a_bundle(next(example for example in EXAMPLES if "model.stream" in example))
+    beams, *events = capsys.readouterr().out.splitlines()
+    engine = EagerEngine(model_of("fat-tiny"))
+    best = decode(engine, [[17, 42, 9]], DecodeOptions(num_beams=4, num_return_sequences=2))[0]
+    assert beams.endswith(f" {best.tokens} {best.alternatives[0].tokens}")
+    assert float(beams.split()[0]) == pytest.approx(best.score, abs=1e-4)
+    streamed = [int(token) for event in events for token in re.findall(r"\d+", event)]
+    assert tuple(streamed) == decode(engine, [[17, 42, 9]], DecodeOptions(max_new_tokens=12))[0].tokens
+
+
+def test_the_device_example_gives_the_references_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    run_on_a_bundle(next(example for example in EXAMPLES if "fatdeploy.load" in example))
     expected = decode(EagerEngine(model_of("fat-tiny")), [[17, 42, 9], [7, 8]], DecodeOptions(max_new_tokens=12))
     assert capsys.readouterr().out == f"{expected}\n"
 

@@ -1,0 +1,148 @@
+"""The search says what ``generate`` of transformers says: same tokens, same scores, for models that it knows well."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fatdeploy.runtimes.decode import decode
+from fatdeploy.runtimes.engine import Want
+from fatdeploy.runtimes.hypothesis import Hypothesis
+from fatdeploy.runtimes.options import DecodeOptions
+from fatdeploy.spec import Tokens
+from tests.hugging_face import BOS, EOS, FAMILIES, MAX_SOURCE, VOCABULARY, Generated, HuggingFaceEngine, generated, lively_model
+
+TOLERANCE = 1e-4
+# How much likelier EOS is made: from targets that run to the limit to some that are empty.
+EOS_BIASES = (1.5, 2.5, 3.5)
+in_every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def drawn_sources(random: np.random.Generator, count: int) -> list[list[int]]:
+    """Return sources of different lengths: their batch is padded."""
+    lengths = random.permutation(MAX_SOURCE)[:count] + 1
+    return [random.integers(VOCABULARY, size=length).tolist() for length in lengths]
+
+
+def drawn_engine(random: np.random.Generator, family: str) -> HuggingFaceEngine:
+    return HuggingFaceEngine(lively_model(family, float(random.choice(EOS_BIASES))))
+
+
+def drawn_beams(random: np.random.Generator) -> DecodeOptions:
+    """Return a beam search of any width, length penalty and ending; one in eight has no or a negative penalty."""
+    beams = int(random.integers(2, 9))
+    limit = int(random.integers(1, 19))
+    penalty = random.uniform(0.5, 2) if random.random() < 7 / 8 else random.choice([0.0, -0.5])
+    return DecodeOptions(
+        num_beams=beams,
+        num_return_sequences=int(random.integers(1, beams + 1)),
+        length_penalty=float(penalty),
+        early_stopping=[True, False, "never"][random.integers(3)],
+        max_new_tokens=limit,
+        min_new_tokens=int(random.integers(limit + 1)) if random.random() < 1 / 4 else 0,
+    )
+
+
+def less_of_the_same(tokens: Tokens, scores: np.ndarray) -> np.ndarray:
+    """Make the last two tokens less likely, BOS and the prefix among them."""
+    rows = np.arange(len(tokens))
+    for place in range(1, min(3, tokens.shape[1] + 1)):
+        scores[rows, tokens[:, -place]] -= 1.5
+    return scores
+
+
+def drawn_controls(random: np.random.Generator, options: DecodeOptions, said: Sequence[int]) -> DecodeOptions:
+    """Return the same with some controls; what they forbid is what would be ``said`` without them."""
+    likely = lambda: bool(random.random() < 0.4)  # noqa: E731
+    limit = max(3, options.max_new_tokens or 0)
+    tokens = [*said, *random.integers(VOCABULARY, size=3).tolist()]
+    words = [tokens[start : start + 1 + n] for n, start in enumerate(random.integers(len(tokens), size=4).tolist())]
+    prefix = random.integers(3, VOCABULARY, size=random.integers(1, 5)).tolist() if likely() else []
+    begin = [(0, int(random.integers(3, VOCABULARY)))] if not prefix and likely() else []
+    end = [(limit - 1, EOS)] if likely() else []
+    forced = {token for _, token in (*begin, *end)}
+    # Nothing is left to say where what is forced is suppressed as well.
+    suppressed = [token for token in tokens[: random.integers(1, 4)] if token not in forced]
+    return replace(
+        options,
+        max_new_tokens=limit,
+        prefix=prefix,
+        repetition_penalty=float(random.uniform(0.7, 2)) if likely() else 1.0,
+        no_repeat_ngram_size=int(random.integers(1, 4)) if likely() else 0,
+        suppress_tokens=suppressed if likely() else [],
+        # A bad word that is EOS alone forbids it here, and is ignored there.
+        bad_words=[word for word in words if word != [EOS]] if likely() else [],
+        forced_tokens=[*begin, *end],
+        processors=[less_of_the_same] if likely() else [],
+    )
+
+
+def check_same(ours: Hypothesis, theirs: Sequence[Generated]) -> None:
+    found = [ours, *ours.alternatives]
+    assert [(one.tokens, one.finish) for one in found] == [(one.tokens, one.finish) for one in theirs]
+    for one, other in zip(found, theirs, strict=True):
+        if other.score is not None:
+            assert one.score == pytest.approx(other.score, rel=0, abs=TOLERANCE)
+        assert one.log_probs == pytest.approx(other.log_probs, rel=0, abs=TOLERANCE)
+
+
+def check_each(engine: HuggingFaceEngine, sources: Sequence[Sequence[int]], options: DecodeOptions) -> None:
+    """Compare our batch with one call of ``generate`` a source."""
+    for source, ours in zip(sources, decode(engine, sources, options), strict=True):
+        [theirs] = generated(engine.model, [source], options)
+        check_same(ours, theirs)
+
+
+@in_every_family
+@pytest.mark.parametrize("seed", range(70))
+def test_beams_find_what_transformers_finds(family: str, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    engine = drawn_engine(random, family)
+    check_each(engine, drawn_sources(random, 1 + seed % 4), drawn_beams(random))
+
+
+@in_every_family
+@pytest.mark.parametrize("seed", range(30))
+def test_controlled_beams_find_what_transformers_finds(family: str, seed: int) -> None:
+    random = np.random.default_rng([1, seed])
+    engine, sources, options = drawn_engine(random, family), drawn_sources(random, 1 + seed % 3), drawn_beams(random)
+    said = decode(engine, sources[:1], options)[0].tokens
+    check_each(engine, sources, drawn_controls(random, options, said))
+
+
+@in_every_family
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("controlled", [False, True], ids=["plain", "controlled"])
+def test_greedy_decoding_says_what_transformers_says(family: str, seed: int, controlled: bool) -> None:
+    random = np.random.default_rng([2, seed])
+    engine, sources = drawn_engine(random, family), drawn_sources(random, 1 + seed % 4)
+    options = DecodeOptions(max_new_tokens=int(random.integers(1, 19)), scores=True)
+    if controlled:
+        options = drawn_controls(random, options, decode(engine, sources[:1], options)[0].tokens)
+    check_each(engine, sources, options)
+
+
+@in_every_family
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+def test_a_batch_of_transformers_finds_the_same(family: str, seed: int, early_stopping: bool | str) -> None:
+    random = np.random.default_rng([3, seed])
+    engine, sources = drawn_engine(random, family), drawn_sources(random, 4)
+    options = replace(drawn_beams(random), early_stopping=early_stopping)
+    for ours, theirs in zip(decode(engine, sources, options), generated(engine.model, sources, options), strict=True):
+        check_same(ours, theirs)
+
+
+@in_every_family
+def test_the_models_are_lively(family: str) -> None:
+    random = np.random.default_rng(4)
+    sources = [random.integers(VOCABULARY, size=length).tolist() for length in [*range(1, MAX_SOURCE + 1)] * 3]
+    found = []
+    for bias in EOS_BIASES:
+        engine = HuggingFaceEngine(lively_model(family, bias))
+        found += decode(engine, sources, DecodeOptions(num_beams=4, max_new_tokens=18, length_penalty=1.5))
+    assert len({one.tokens for one in found}) > len(found) / 3
+    assert np.mean([len(set(one.tokens)) for one in found if one.finish == "length"]) > 5
+    assert len({len(one.tokens) for one in found if one.finish == "eos"}) >= 8
+    assert 0.2 < np.mean([one.finish == "eos" for one in found]) < 0.8

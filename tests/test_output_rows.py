@@ -1,0 +1,101 @@
+"""Rows of the output matrix: those that the logits are made with, from the weights file and from the reference."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fatdeploy.bundle import DECODER, MANIFEST, WEIGHTS, OutputMatrix, digest_of, read_bundle, write_manifest
+from fatdeploy.errors import BundleError, ConfigError, SpecMismatch
+from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.package import placed_output_matrix
+from fatdeploy.export.reference.presets import PRESETS
+from fatdeploy.runtimes.decode import decode
+from fatdeploy.runtimes.ort import OrtEngine
+from tests.bundles import bundle_of, model_of
+from tests.choices import tiny
+from tests.output_rows import check_output_rows
+
+
+@pytest.mark.parametrize("dialect", ["ort", "standard"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_hidden_states_times_the_output_rows_of_a_bundle_are_its_logits(preset: str, dialect: str) -> None:
+    bundle = bundle_of(f"{preset}-tiny", dialect)
+    check_output_rows(OrtEngine(bundle))
+    # Tied: the encoder's embedding, which is the first tensor of the file.
+    assert bundle.manifest.output_matrix == OutputMatrix(0, "float32", transposed=False)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False}, {"head": "mlp", "tie_embeddings": False}], ids=str)
+def test_hidden_states_times_the_output_rows_of_the_reference_are_its_logits(changes: dict) -> None:
+    check_output_rows(EagerEngine(tiny(changes)))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_bundle_has_the_references_output_rows(preset: str) -> None:
+    ids = np.array([60, 2, 17])
+    found, expected = (
+        engine.output_rows(ids)
+        for engine in (OrtEngine(bundle_of(f"{preset}-tiny")), EagerEngine(model_of(f"{preset}-tiny")))
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_logits_with_copying_are_no_product() -> None:
+    assert EagerEngine(tiny({"copy": True})).output_rows(np.array([3])) is None
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason"),
+    [
+        (np.array([3, 64]), "ids must lie in 0…63, found 64"),
+        (np.array([3, -1]), "ids must lie in 0…63, found -1"),
+        (np.array([[3]]), r"ids must be int64 \[n\], found int64 \[1, 1\]"),
+        (np.array([3.0]), r"ids must be int64 \[n\], found float64 \[1\]"),
+    ],
+)
+def test_ids_that_are_none_are_refused(ids: np.ndarray, reason: str) -> None:
+    for engine in (OrtEngine(bundle_of("fat-tiny")), EagerEngine(model_of("fat-tiny"))):
+        with pytest.raises(SpecMismatch, match=f"^output rows refused: {reason}$"):
+            engine.output_rows(ids)
+
+
+def test_a_bundle_of_the_first_format_decodes_and_asks_to_be_exported_again_for_its_rows(tmp_path: Path) -> None:
+    folder = tmp_path / "old"
+    shutil.copytree(bundle_of("fat-tiny").path, folder)
+    values = json.loads((folder / MANIFEST).read_text())
+    del values["output_matrix"], values["digest"]
+    values["format"] = [1, 0]
+    (folder / MANIFEST).write_text(json.dumps({**values, "digest": digest_of(values)}))
+    engine = OrtEngine(read_bundle(folder))
+    assert decode(engine, [[5, 6]]) == decode(OrtEngine(bundle_of("fat-tiny")), [[5, 6]])
+    with pytest.raises(ConfigError, match="export it again with this version: fatdeploy export SOURCE --out DIR --f"):
+        engine.output_rows(np.array([3]))
+
+
+def test_a_matrix_that_ends_beyond_the_weights_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(bundle_of("fat-tiny").path, tmp_path / "wrong")
+    manifest = bundle_of("fat-tiny").manifest
+    size = manifest.files[WEIGHTS].size
+    wrong = replace(manifest, output_matrix=OutputMatrix(size - 8188, "float32", transposed=False))
+    engine = OrtEngine(write_manifest(tmp_path / "wrong", wrong))
+    with pytest.raises(
+        BundleError, match=rf"must end within {size} bytes of weights\.bin, the manifest says {size + 4}"
+    ):
+        engine.output_rows(np.array([3]))
+
+
+def test_a_matrix_that_no_graph_keeps_in_the_file_is_added_to_it(tmp_path: Path) -> None:
+    bundle = bundle_of("fat-tiny")
+    for name in (DECODER, WEIGHTS):
+        shutil.copyfile(bundle.file(name), tmp_path / name)
+    before = (tmp_path / WEIGHTS).read_bytes()
+    matrix = np.random.default_rng(0).standard_normal((64, 32), np.float32)
+    place = placed_output_matrix(matrix, tmp_path)
+    after = (tmp_path / WEIGHTS).read_bytes()
+    assert (place.transposed, place.offset % 64) == (False, 0)
+    assert after[: len(before)] == before
+    assert after[place.offset :] == matrix.tobytes()
