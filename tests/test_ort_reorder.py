@@ -156,4 +156,5 @@ def test_zeroing_leaves_rows_alone_that_nobody_used() -> None:
 def test_length_candidates_are_rows_that_grow_once() -> None:
     engine, reference = OrtEngine(bundle_of("transformer-nat-tiny")), EagerEngine(model_of("transformer-nat-tiny"))
     sources, options = [[5, 6, 7], [9, 10]], DecodeOptions(length_candidates=3)
-    assert decode(engine, sources, options) == decode(reference, sources, options)
+    found, expected = (decode(one, sources, options) for one in (engine, reference))
+    assert [(one.tokens, one.finish) for one in found] == [(one.tokens, one.finish) for one in expected]

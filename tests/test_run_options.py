@@ -120,8 +120,11 @@ def test_a_stream_of_json_is_an_event_a_line(text_bundle: Bundle) -> None:
 
 def test_a_prefix_and_a_stop_are_text_where_there_is_a_tokenizer(text_bundle: Bundle) -> None:
     text = words(SOURCES[0])
-    plain = run(text_bundle, text).stdout.split()
-    assert run(text_bundle, "--stop", f"{plain[3]} {plain[4]}", text).stdout.split() == plain[:3]
+    plain = run(text_bundle, text).stdout
+    # Tokens repeat: a stop ends the target where it is said first.
+    stop = " ".join(plain.split()[3:5])
+    before = plain[: plain.index(stop)]
+    assert run(text_bundle, "--stop", stop, text).stdout.split() == before.split() != []
     assert run(text_bundle, "--prefix", "w7 w8", text).stdout.split()[:2] == ["w7", "w8"]
 
 

@@ -16,6 +16,7 @@ import fatdeploy
 from fatdeploy import BackendUnavailable, ConfigError, DecodeOptions, Event, Hypothesis, Model, SpecMismatch
 from tests.bundles import bundle_of
 from tests.gated import collected, eventually
+from tests.spellings import KINDS, byte_level_spelling, byte_spelling, tokenizer_of
 from tests.texts import bundle_with_text, words
 
 TINY = "transformer-tiny"
@@ -101,6 +102,36 @@ def test_a_stop_in_ids_is_cut_out_of_text_and_tokens(text_model: Model) -> None:
     [found] = text_model.generate(["w9 w30 w12"], options)
     assert (found.tokens, found.text) == ((31, 8, 31, 8, 31), "w31 w8 w31 w8 w31")
     assert told(list(text_model.stream("w9 w30 w12", options))) == (found.tokens, found.text, found)
+
+
+# Bytes of characters with two to four of them, so that random tokens are now and then a character.
+BYTES_OF_SOME = {
+    "byte level": byte_level_spelling("éЖ€😀 \nab"),
+    "byte fallback": ["▁a", "b", "▁", ".", "\n", *byte_spelling("éЖ€😀")],
+}
+
+
+@pytest.mark.parametrize("kind", BYTES_OF_SOME)
+def test_samples_of_bytes_are_told_as_generate_writes_them(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = loaded(TINY)
+    tokenizer = tokenizer_of(BYTES_OF_SOME[kind], KINDS[kind][1], tmp_path)
+    monkeypatch.setattr(model, "_tokenizer", tokenizer)
+    monkeypatch.setattr(model, "_needed_tokenizer", lambda: tokenizer)
+    others = [token for token in range(model.spec.vocab_size) if not 3 <= token < tokenizer.n_tokens]
+    stops = ["b\n", ".\n", "\n ", "\ufffda"]
+    characters, stopped = set(), 0
+    for seed in range(60):
+        options = DecodeOptions(
+            max_new_tokens=16, sample=True, temperature=3.0, seed=seed, suppress_tokens=others, stop=stops
+        )
+        [whole] = model.generate([[9, 30]], options)
+        assert told(list(model.stream([9, 30], options))) == (whole.tokens, whole.text, whole)
+        characters |= {*(whole.text or "")}
+        stopped += whole.finish == "stop"
+    assert characters >= {"é", "a", "b", "\ufffd"}
+    assert stopped > 3
 
 
 def test_alternatives_have_text_too(text_model: Model) -> None:
