@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +17,10 @@ import click
 import numpy as np
 
 from fatdeploy.machine import this_machine
+from fatdeploy.runtimes.decode import Decoding
 from fatdeploy.runtimes.engine import Capacity, Engine, State, Want
+from fatdeploy.runtimes.hypothesis import Hypothesis
+from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.spec import Mask, Tokens
 
 ROOT = Path(__file__).parent.parent
@@ -48,10 +52,33 @@ def timed_decode(engine: Engine[State], source: Tokens, mask: Mask, target: int)
     return phases, np.concatenate(output, 1)
 
 
-def result_apart(module: str, *arguments: object) -> Any:
-    """Return the JSON that a module prints in a process of its own: idle threads of an engine steal another's cores."""
+def timed_search(
+    engine: Engine[State], sources: Sequence[Tokens], options: DecodeOptions, target: int
+) -> tuple[Phases, list[Hypothesis]]:
+    """Return seconds of each phase of the decode loop, and what it found; the sources must let EOS end nothing."""
+    started = time.perf_counter()
+    with Decoding(engine, sources, replace(options, max_new_tokens=target)) as decoding:
+        encoded = time.perf_counter()
+        goes_on = decoding.advance()
+        first = time.perf_counter()
+        while goes_on:
+            goes_on = decoding.advance()
+        found = decoding.found()
+    ended = time.perf_counter()
+    phases = {"encode": encoded - started, "first_token": first - encoded, "end_to_end": ended - started}
+    if target > 1:
+        phases["per_token"] = (ended - first) / (target - 1)
+    return phases, found
+
+
+def result_apart(module: str, *arguments: object, blas_threads: int | None = None) -> Any:
+    """Return the JSON that a module prints in a process of its own: idle threads of an engine steal another's cores.
+
+    ``blas_threads`` are those of numpy, which takes all cores unless it is told before it is imported.
+    """
     command = [sys.executable, "-m", module, *map(str, arguments)]
-    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    told = {} if blas_threads is None else {"OPENBLAS_NUM_THREADS": str(blas_threads)}
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | told, check=False)
     if run.returncode:
         raise SystemExit(f"{module} failed with exit code {run.returncode}: {' '.join(command[3:])}")
     return json.loads(run.stdout)
@@ -123,7 +150,11 @@ class Kept:
 
 
 def measured(
-    module: str, rounds: Mapping[AnyTurn, int], common: Mapping[str, Any], kept: Kept
+    module: str,
+    rounds: Mapping[AnyTurn, int],
+    common: Mapping[str, Any],
+    kept: Kept,
+    blas_threads: Callable[[AnyTurn], int | None] = lambda _: None,
 ) -> dict[AnyTurn, list[Any]]:
     """Return what a module makes of every turn, as often as it is taken; what was kept is not measured again.
 
@@ -135,7 +166,7 @@ def measured(
         for turn, index in bar:
             if (key := f"{index} {keys[turn]}") not in kept.results:
                 described = json.dumps({"turn": asdict(turn), **common})
-                kept.add(key, result_apart(module, described))
+                kept.add(key, result_apart(module, described, blas_threads=blas_threads(turn)))
     return {turn: [kept.results[f"{index} {keys[turn]}"] for index in range(n)] for turn, n in rounds.items()}
 
 
