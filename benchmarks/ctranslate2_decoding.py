@@ -1,4 +1,4 @@
-"""Greedy decoding with CTranslate2, as many steps as are asked for. Imports no torch."""
+"""Decoding with CTranslate2, greedy or with beams, as many steps as are asked for. Imports no torch."""
 
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,13 @@ class Translation:
         """Return right-padded sources as CTranslate2 wants them."""
         return [[str(token) for token in row[real]] for row, real in zip(source, mask, strict=True)]
 
-    def results(self, sources: list[list[str]], target: int) -> list[Any]:
-        """Return what is decoded in exactly ``target`` steps."""
+    def results(self, sources: list[list[str]], target: int, beams: int = 1, hypotheses: int = 1) -> list[Any]:
+        """Return what is decoded in exactly ``target`` steps, the best few of each source."""
         found: list[Any] = self.translator.translate_batch(
             sources,
             max_batch_size=-(-len(sources) // self.workers),
-            beam_size=1,
+            beam_size=beams,
+            num_hypotheses=hypotheses,
             max_input_length=0,
             max_decoding_length=target,
             min_decoding_length=0,
@@ -40,5 +41,10 @@ class Translation:
         return found
 
     def tokens(self, results: list[Any]) -> Tokens:
-        """Return the ids [B, T]."""
-        return np.array([[int(token) for token in one.hypotheses[0]] for one in results], np.int64)
+        """Return the ids of the best [B, T]."""
+        return self.all_tokens(results)[:, 0]
+
+    def all_tokens(self, results: list[Any]) -> Tokens:
+        """Return the ids of all hypotheses [B, n, T], best first."""
+        ids = [[[int(token) for token in tokens] for tokens in one.hypotheses] for one in results]
+        return np.array(ids, np.int64)

@@ -6,7 +6,6 @@ An interrupted run goes on where it was.
 """
 
 import json
-import sys
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -14,12 +13,22 @@ from typing import Any, get_args
 
 import click
 
-from benchmarks.measuring import MEASURED, RESULTS, ROOT, Kept, code_digest, provenance, result_apart, summary
+from benchmarks.measuring import (
+    CACHE,
+    MEASURED,
+    RESULTS,
+    Kept,
+    code_digest,
+    measured,
+    provenance,
+    result_apart,
+    summary,
+    write_result,
+)
 from benchmarks.turns import Cache, Part, Sizes, Turn
 from fatdeploy.bundle import WEIGHTS, read_bundle
 
 OUT = RESULTS / "engines_greedy.json"
-CACHE = ROOT / "build" / "benchmarks"
 WORKERS = (1, 2)  # of CTranslate2
 LARGEST_STEADY_BATCH = 8
 PACKAGES = ("fatdeploy", "onnxruntime", "ctranslate2", "torch", "numpy")
@@ -68,21 +77,9 @@ class Plan:
             Turn(engine="reference", threads=max(self.threads), **same),
         ]
 
-    def n_rounds(self, turn: Turn) -> int:
-        """Return how often a turn is taken: what is no matter of luck only once."""
-        return self.rounds if turn.part in ("greedy", "positions") else 1
-
-
-def measured(plan: Plan, kept: Kept) -> dict[Turn, list[Any]]:
-    """Return the results of every turn, a round each; those that were kept are not measured again."""
-    sizes, turns = asdict(plan.sizes), plan.turns()
-    rounds = [(turn, index) for index in range(plan.rounds) for turn in turns if index < plan.n_rounds(turn)]
-    with click.progressbar(rounds, file=sys.stderr, label="measuring") as bar:
-        for turn, index in bar:
-            if (key := f"{index} {turn.key}") not in kept.results:
-                described = json.dumps({"turn": asdict(turn), "sizes": sizes})
-                kept.add(key, result_apart("benchmarks.turns", described))
-    return {turn: [kept.results[f"{index} {turn.key}"] for index in range(plan.n_rounds(turn))] for turn in turns}
+    def n_rounds(self) -> dict[Turn, int]:
+        """Return how often each turn is taken: what is no matter of luck only once."""
+        return {turn: self.rounds if turn.part in ("greedy", "positions") else 1 for turn in self.turns()}
 
 
 def prepare(plan: Plan) -> None:
@@ -199,10 +196,8 @@ def main(**options: Any) -> None:
     prepare(plan)
     made_by = {"plan": asdict(plan), "code": code_digest(*MEASURED)}
     kept = Kept(cache / f"{out.stem}.partial.json", made_by)
-    result = {**provenance(PACKAGES), **result_from_turns(plan, measured(plan, kept))}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=2) + "\n")
-    kept.forget()
+    found = measured("benchmarks.turns", plan.n_rounds(), {"sizes": asdict(plan.sizes)}, kept)
+    write_result(out, {**provenance(PACKAGES), **result_from_turns(plan, found)}, kept)
     click.echo(f"wrote {out}")
 
 

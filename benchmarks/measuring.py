@@ -2,28 +2,35 @@
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import click
 import numpy as np
 
 from fatdeploy.machine import this_machine
+from fatdeploy.runtimes.decode import Decoding
 from fatdeploy.runtimes.engine import Capacity, Engine, State, Want
+from fatdeploy.runtimes.hypothesis import Hypothesis
+from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.spec import Mask, Tokens
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+CACHE = ROOT / "build" / "benchmarks"  # what is prepared, and what is kept of a run that is not over
 # Folders whose code a time depends on.
 MEASURED = ("fatdeploy", "export", "runtimes", "benchmarks")
 
 Phases = dict[str, float]  # seconds
+AnyTurn = TypeVar("AnyTurn", bound=Any)  # a frozen dataclass that says which engine does what
 
 
 def timed_decode(engine: Engine[State], source: Tokens, mask: Mask, target: int) -> tuple[Phases, Tokens]:
@@ -45,10 +52,33 @@ def timed_decode(engine: Engine[State], source: Tokens, mask: Mask, target: int)
     return phases, np.concatenate(output, 1)
 
 
-def result_apart(module: str, *arguments: object) -> Any:
-    """Return the JSON that a module prints in a process of its own: idle threads of an engine steal another's cores."""
+def timed_search(
+    engine: Engine[State], sources: Sequence[Tokens], options: DecodeOptions, target: int
+) -> tuple[Phases, list[Hypothesis]]:
+    """Return seconds of each phase of the decode loop, and what it found; the sources must let EOS end nothing."""
+    started = time.perf_counter()
+    with Decoding(engine, sources, replace(options, max_new_tokens=target)) as decoding:
+        encoded = time.perf_counter()
+        goes_on = decoding.advance()
+        first = time.perf_counter()
+        while goes_on:
+            goes_on = decoding.advance()
+        found = decoding.found()
+    ended = time.perf_counter()
+    phases = {"encode": encoded - started, "first_token": first - encoded, "end_to_end": ended - started}
+    if target > 1:
+        phases["per_token"] = (ended - first) / (target - 1)
+    return phases, found
+
+
+def result_apart(module: str, *arguments: object, blas_threads: int | None = None) -> Any:
+    """Return the JSON that a module prints in a process of its own: idle threads of an engine steal another's cores.
+
+    ``blas_threads`` are those of numpy, which takes all cores unless it is told before it is imported.
+    """
     command = [sys.executable, "-m", module, *map(str, arguments)]
-    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    told = {} if blas_threads is None else {"OPENBLAS_NUM_THREADS": str(blas_threads)}
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | told, check=False)
     if run.returncode:
         raise SystemExit(f"{module} failed with exit code {run.returncode}: {' '.join(command[3:])}")
     return json.loads(run.stdout)
@@ -117,3 +147,31 @@ class Kept:
     def forget(self) -> None:
         """Remove the file: the results are elsewhere now."""
         self.path.unlink(missing_ok=True)
+
+
+def measured(
+    module: str,
+    rounds: Mapping[AnyTurn, int],
+    common: Mapping[str, Any],
+    kept: Kept,
+    blas_threads: Callable[[AnyTurn], int | None] = lambda _: None,
+) -> dict[AnyTurn, list[Any]]:
+    """Return what a module makes of every turn, as often as it is taken; what was kept is not measured again.
+
+    Turns alternate: each is taken once before any is taken again.
+    """
+    keys = {turn: json.dumps(asdict(turn)) for turn in rounds}
+    order = [(turn, index) for index in range(max(rounds.values())) for turn in rounds if index < rounds[turn]]
+    with click.progressbar(order, file=sys.stderr, label="measuring") as bar:
+        for turn, index in bar:
+            if (key := f"{index} {keys[turn]}") not in kept.results:
+                described = json.dumps({"turn": asdict(turn), **common})
+                kept.add(key, result_apart(module, described, blas_threads=blas_threads(turn)))
+    return {turn: [kept.results[f"{index} {keys[turn]}"] for index in range(n)] for turn, n in rounds.items()}
+
+
+def write_result(path: Path, result: dict[str, Any], kept: Kept) -> None:
+    """Write a complete result, and forget its parts."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    kept.forget()

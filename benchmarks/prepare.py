@@ -1,8 +1,9 @@
-"""Write what the turns of ``engines_greedy`` read, where it is not there yet: bundles, CTranslate2 models, sources."""
+"""Write what turns read, where it is not there yet: bundles, CTranslate2 models, sources."""
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,12 +80,20 @@ def forced_row(model: ReferenceModel, length: int, steps: int, draw: np.random.G
 def main() -> None:
     """Prepare what the argument describes."""
     described = json.loads(sys.argv[1])
+    for preset in described.get("bundles", ()):
+        prepared_model(Cache(Path(described["cache"]), preset))
+    if "sizes" in described:
+        prepare_engines(described)
+    print("null")
+
+
+def prepare_engines(described: dict[str, Any]) -> None:
+    """Prepare what ``engines_greedy`` compares."""
     sizes = Sizes(**described["sizes"])
     for preset, batches in described["greedy"].items():
         prepare_greedy(preset, batches, sizes)
     for preset, batches in described["positions"].items():
         prepare_positions(preset, batches, sizes)
-    print("null")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,6 +54,10 @@ class Cache:
         """Sources and the reference's greedy tokens."""
         return self.folder / f"greedy-{batch}-{source}-{target}.npz"
 
+    def beams(self, batch: int, beams: int, source: int, target: int) -> Path:
+        """Sources and the reference's best targets, of one step and of all."""
+        return self.folder / f"beams-{batch}-{beams}-{source}-{target}.npz"
+
     def forced(self, batch: int, source: int, target: int) -> Path:
         """Sources, the tokens that are read, and those that the reference would say after each."""
         return self.folder / f"forced-{batch}-{source}-{target}.npz"
@@ -86,11 +90,6 @@ class Turn:
     threads: int
     workers: int = 1  # of CTranslate2: the batch is split over them
 
-    @property
-    def key(self) -> str:
-        """A name for the turn in a file of results."""
-        return json.dumps(asdict(self))
-
 
 def greedy(turn: Turn, sizes: Sizes) -> dict[str, Any]:
     """Return seconds to load, and the phases of each repetition."""
@@ -108,7 +107,7 @@ def greedy(turn: Turn, sizes: Sizes) -> dict[str, Any]:
         found.append({**phases, "encode_and_first_token": short["end_to_end"]})
     # Drawing weights is not loading them.
     load = None if turn.engine == "reference" else loaded - started
-    return {"load": load, "phases": _with_differences(found, sizes.target)}
+    return {"load": load, "phases": with_differences(found, sizes.target)}
 
 
 def _checked(decoder: Decoder, probe: Probe, target: int) -> Phases:
@@ -118,7 +117,7 @@ def _checked(decoder: Decoder, probe: Probe, target: int) -> Phases:
     return phases
 
 
-def _with_differences(found: list[Phases], target: int) -> list[Phases]:
+def with_differences(found: list[Phases], target: int) -> list[Phases]:
     """Add what two decodes tell of an engine that does not show its phases: all engines are compared by these."""
     # The median, because a slow short decode would make the step of its long one look fast.
     short = float(np.median([phases["encode_and_first_token"] for phases in found]))
@@ -229,8 +228,17 @@ def memory(turn: Turn, sizes: Sizes) -> dict[str, Any]:
 
 def resident_bytes() -> int:
     """Return how much of this process is in memory; Linux tells it."""
+    return _status_bytes("VmRSS:")
+
+
+def peak_bytes() -> int:
+    """Return how much of this process ever was in memory at once."""
+    return _status_bytes("VmHWM:")
+
+
+def _status_bytes(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
-    [kilobytes] = [line.split()[1] for line in lines if line.startswith("VmRSS:")]
+    [kilobytes] = [line.split()[1] for line in lines if line.startswith(name)]
     return int(kilobytes) * 1024
 
 

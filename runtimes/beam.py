@@ -15,6 +15,9 @@ from fatdeploy.runtimes.scoring import Scorer, check_something_is_left
 from fatdeploy.runtimes.search import Move, Task, stays
 from fatdeploy.spec import Tokens
 
+# Of a row's scores, when the best of them are looked for: more are slower to look through, fewer let more scores pass.
+GROUPS, GROUPS_A_COLUMN = 256, 8
+
 
 class Node(NamedTuple):
     """A token and what it continues: hypotheses share their beginnings, and a step adds one node each."""
@@ -184,7 +187,9 @@ class BeamSearch:
         self.beams = [Beam(task) for _ in task.sources]
         self.running = list(self.beams)  # those with rows in the engine
         self.rows = 1  # a source
-        self._tokens: Tokens | None = None  # [R, n], what each row has read; only controls ask
+        # [R, n], what each row has read, and a second one to move rows into; only controls ask.
+        self._tokens: Tokens | None = None
+        self._moved: Tokens | None = None
         self._chooser = Chooser(2 * self.width)
 
     @property
@@ -199,7 +204,7 @@ class BeamSearch:
         tokens = np.tile(np.array(self.task.prompt, np.int64), (len(self.beams), 1))
         if self.scorer.processors:
             shape = len(self.beams) * self.width, len(self.task.prompt) + self.task.limit
-            self._tokens = np.zeros(shape, np.int64)
+            self._tokens, self._moved = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
             self._tokens[: len(tokens), : tokens.shape[1]] = tokens
         return Move(tokens)
 
@@ -258,10 +263,11 @@ class BeamSearch:
         return Move(tokens.reshape(-1, 1), None if same else parents)
 
     def _remember(self, parents: Rows, tokens: Tokens) -> None:
-        said = self._tokens
-        if said is not None:
-            said[: len(parents), : self._place - 1] = said[parents, : self._place - 1]
-            said[: len(parents), self._place - 1] = tokens
+        if self._tokens is not None and self._moved is not None:
+            # Rows are within range; told to check it, numpy would make a copy of its own first.
+            np.take(self._tokens, parents, 0, out=self._moved[: len(parents)], mode="clip")
+            self._tokens, self._moved = self._moved, self._tokens
+            self._tokens[: len(parents), self._place - 1] = tokens
 
     def _found(self, beam: Beam, source_length: int) -> list[Said]:
         found = beam.finished if beam.over else beam.cancelled()
@@ -281,26 +287,38 @@ class BeamSearch:
 
 
 class Chooser:
-    """Finds the best few columns of each row without allocating anything as large as a row."""
+    """Finds the best few columns of each row without sorting it or allocating anything as large as it."""
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._sorted = np.empty(0, np.float32)
         self._among = np.empty(0, bool)
 
     def best(self, scores: Floats) -> tuple[Floats, Tokens]:
         """Return scores and columns [R, count] of the best, best first."""
         count = min(self._count, scores.shape[1])
-        if len(self._sorted) != scores.shape[1]:
-            self._sorted, self._among = np.empty(scores.shape[1], np.float32), np.empty(scores.shape[1], bool)
-        columns = np.stack([self._columns(row, count) for row in scores])
+        if len(self._among) != scores.shape[1]:
+            self._among = np.empty(scores.shape[1], bool)
+        bounds = self._bounds(scores, count)
+        columns = np.stack([self._columns(row, bound, count) for row, bound in zip(scores, bounds, strict=True)])
         return np.take_along_axis(scores, columns, 1), columns
 
-    def _columns(self, row: Floats, count: int) -> Tokens:
-        np.copyto(self._sorted, row)
-        self._sorted.partition(len(row) - count)
-        np.greater_equal(row, self._sorted[len(row) - count], out=self._among)
-        among = np.flatnonzero(self._among)
-        if len(among) < count:  # a NaN is neither above nor below
+    def _bounds(self, scores: Floats, count: int) -> Floats:
+        """Return for each row a score that its best columns reach, and few others.
+
+        The largest scores of groups are scores of the row, so ``count`` columns reach the worst of their best.
+        """
+        rows, most = scores.shape
+        groups = min(most, max(GROUPS, GROUPS_A_COLUMN * count))
+        rest = most % groups
+        largest = scores[:, : most - rest].reshape(rows, -1, groups).max(1)
+        np.maximum(largest[:, :rest], scores[:, most - rest :], out=largest[:, :rest])
+        if np.isnan(largest).any():
             raise SpecMismatch("the engine's scores are not numbers: fatdeploy verify finds where it begins")
+        largest.partition(groups - count)
+        bounds: Floats = largest[:, groups - count]
+        return bounds
+
+    def _columns(self, row: Floats, bound: np.float32, count: int) -> Tokens:
+        np.greater_equal(row, bound, out=self._among)
+        among = np.flatnonzero(self._among)
         return among[np.argsort(-row[among], kind="stable")[:count]]

@@ -46,21 +46,33 @@ class RepetitionPenalty:
         return scores
 
 
-@dataclass(frozen=True)
 class NoRepeatedNgram:
     """Forbids the token that would say n tokens in a row a second time."""
 
-    size: int
+    def __init__(self, size: int) -> None:
+        self._size = size
+        # Used from step to step: a step allocates nothing that grows with what was said.
+        self._again, self._same = np.empty(0, bool), np.empty(0, bool)
 
     def __call__(self, tokens: Tokens, scores: Floats) -> Floats:
-        if tokens.shape[1] < self.size:
+        places = tokens.shape[1] - self._size + 1
+        if places < 1:
             return scores
-        windows = np.lib.stride_tricks.sliding_window_view(tokens, self.size, axis=1)  # [R, places, n]
-        tail = tokens[:, tokens.shape[1] - self.size + 1 :]
-        again = (windows[..., :-1] == tail[:, None]).all(-1)
-        rows, places = np.nonzero(again)
-        scores[rows, windows[rows, places, -1]] = NEVER
+        if len(self._again) < places:
+            self._again, self._same = np.empty(2 * places, bool), np.empty(2 * places, bool)
+        # A row at a time: numpy would buffer all of a part of several rows.
+        for said, row in zip(tokens, scores, strict=True):
+            row[self._followers(said, places)] = NEVER
         return scores
+
+    def _followers(self, said: Tokens, places: int) -> Tokens:
+        """Return what came after each earlier place that reads as the end does."""
+        again, same = self._again[:places], self._same[:places]
+        again[...] = True
+        for offset in range(self._size - 1):
+            np.equal(said[offset : offset + places], said[places + offset], out=same)
+            np.logical_and(again, same, out=again)
+        return said[np.flatnonzero(again) + self._size - 1]
 
 
 @dataclass(frozen=True)

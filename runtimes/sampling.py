@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fatdeploy.runtimes.engine import Floats, Rows
+from fatdeploy.runtimes.engine import Floats
 from fatdeploy.runtimes.options import DecodeOptions
 
 Weights = NDArray[np.float64]
@@ -23,25 +23,25 @@ class Sampler:
             for index in range(options.num_return_sequences)
         ]
         # Kept from step to step: nothing that grows with the vocabulary is allocated while decoding.
+        self._shifted = np.empty(0, np.float32)
         self._weights, self._sorted, self._sums = (np.empty(0) for _ in range(3))
         self._left_out = np.empty(0, bool)
 
-    def columns(self, scores: Floats, rows: Rows) -> NDArray[np.int64]:
-        """Return a column for each row of scores [R, n]; ``rows`` says whose generators draw them."""
-        return np.array([self._drawn(one, self.generators[row]) for one, row in zip(scores, rows, strict=True)])
-
-    def _drawn(self, scores: Floats, generator: np.random.Generator) -> int:
+    def column(self, scores: Floats, row: int) -> int:
+        """Return a column for scores [n], drawn by the generator of a row."""
         if len(self._weights) != len(scores):
+            self._shifted = np.empty(len(scores), np.float32)
             self._weights, self._sorted, self._sums = (np.empty(len(scores)) for _ in range(3))
             self._left_out = np.empty(len(scores), bool)
         weights, sums = self._weights, self._sums
-        np.subtract(scores, scores.max(), out=weights)
+        np.subtract(scores, scores.max(), out=self._shifted)
+        np.copyto(weights, self._shifted)
         np.divide(weights, self.options.temperature, out=weights)
         np.exp(weights, out=weights)
         self._narrow(weights)
         np.cumsum(weights, out=sums)
         # Below the whole sum, so that the last column is one that has a weight.
-        drawn = min(generator.random() * sums[-1], np.nextafter(sums[-1], 0))
+        drawn = min(self.generators[row].random() * sums[-1], np.nextafter(sums[-1], 0))
         return int(np.searchsorted(sums, drawn, side="right"))
 
     def _narrow(self, weights: Weights) -> None:
@@ -53,22 +53,42 @@ class Sampler:
 
     def _least_of_best(self, weights: Weights) -> float:
         """Return the least weight that top-k and top-p keep."""
-        options, most = self.options, len(weights)
-        if not 0 < options.top_k < most and options.top_p == 1:
-            return 0.0
-        best = self._sorted
-        np.copyto(best, weights)
-        best.sort()
-        if 0 < options.top_k < most:
+        top_p, most = self.options.top_p, len(weights)
+        if 0 < self.options.top_k < most:
             # Weights that are equal to the last one stay as well.
-            best = best[np.searchsorted(best, best[-options.top_k]) :]
-        if options.top_p == 1:
-            return float(best[0])
+            best = self._heaviest(weights, self._kth(weights))
+            return float(best[0]) if top_p == 1 else self._least_of_nucleus(best, 0.0)
+        if top_p == 1:
+            return 0.0
+        whole = float(weights.sum())
+        # All weights below this are together less than what may be left out: only the others need sorting.
+        best = self._heaviest(weights, (1 - top_p) * whole / most)
+        return self._least_of_nucleus(best, 0.0 if len(best) == most else whole - float(best.sum()))
+
+    def _least_of_nucleus(self, best: Weights, lighter: float) -> float:
+        """Return the least weight that top-p keeps of sorted ones; what is ``lighter`` than them is left out."""
         sums = self._sums[: len(best)]
         np.cumsum(best, out=sums)
         # From the lightest up goes what is within the part that may be left out.
-        gone = np.searchsorted(sums, (1 - options.top_p) * sums[-1], side="right")
+        left_out = (1 - self.options.top_p) * (lighter + sums[-1]) - lighter
+        gone = np.searchsorted(sums, left_out, side="right")
         return float(best[min(gone, len(best) - 1)])
+
+    def _kth(self, weights: Weights) -> float:
+        place = len(weights) - self.options.top_k
+        np.copyto(self._sorted, weights)
+        self._sorted.partition(place)
+        return float(self._sorted[place])
+
+    def _heaviest(self, weights: Weights, least: float) -> Weights:
+        """Return the weights from ``least`` up, sorted."""
+        np.less(weights, least, out=self._left_out)
+        place = int(np.count_nonzero(self._left_out))
+        np.copyto(self._sorted, weights)
+        self._sorted.partition(place)
+        best: Weights = self._sorted[place:]
+        best.sort()
+        return best
 
 
 def _digest(source: NDArray[np.generic]) -> list[int]:

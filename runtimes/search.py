@@ -126,7 +126,7 @@ class RowSearch:
             scores = self.scorer.controlled(scores, self._history())
             if not self.going.all():
                 # Controls may leave nothing to a row that is finished: nobody asks it.
-                scores = np.where(self.going[:, None], scores, np.float32(0))
+                scores[~self.going] = 0
         return np.repeat(scores, self.each, 0) if self.length == 0 and self.each > 1 else scores
 
     def _history(self) -> Tokens:
@@ -140,7 +140,8 @@ class RowSearch:
     def _drawn(self, scores: Floats) -> NDArray[np.int64]:
         columns = np.zeros(len(scores), np.int64)
         if self.sampler is not None:
-            columns[self.going] = self.sampler.columns(scores[self.going], self.rows[self.going])
+            for row in np.flatnonzero(self.going).tolist():
+                columns[row] = self.sampler.column(scores[row], int(self.rows[row]))
         return columns
 
     @property

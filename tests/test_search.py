@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fatdeploy.errors import ConfigError
+from fatdeploy.errors import ConfigError, SpecMismatch
 from fatdeploy.runtimes.beam import Chooser, placed
 from fatdeploy.runtimes.decode import Decoding, decode
 from fatdeploy.runtimes.engine import Floats, Want
@@ -155,6 +155,25 @@ def test_the_best_columns_are_those_of_a_sort(row: list[float], count: int) -> N
     values, columns = Chooser(count).best(scores)
     assert columns.tolist() == np.argsort(-scores, axis=1, kind="stable")[:, :count].tolist()
     assert values.tolist() == np.take_along_axis(scores, columns, 1).tolist()
+
+
+@pytest.mark.parametrize("vocab_size", [255, 256, 257, 1000, 1024])
+@pytest.mark.parametrize("count", [1, 8, 40])
+def test_the_best_columns_of_a_large_vocabulary_are_those_of_a_sort(vocab_size: int, count: int) -> None:
+    draw = np.random.default_rng(vocab_size + count)
+    few = np.where(draw.random((2, vocab_size)) < 0.98, -np.inf, draw.random((2, vocab_size)))
+    for scores in (draw.standard_normal((2, vocab_size)), draw.integers(0, 20, (2, vocab_size)), few):
+        scores = scores.astype(np.float32)
+        _, columns = Chooser(count).best(scores)
+        assert columns.tolist() == np.argsort(-scores, axis=1, kind="stable")[:, :count].tolist()
+
+
+@pytest.mark.parametrize("place", [0, 511, 599])
+def test_a_score_that_is_no_number_is_an_error_wherever_it_stands(place: int) -> None:
+    scores = np.zeros((2, 600), np.float32)
+    scores[1, place] = np.nan
+    with pytest.raises(SpecMismatch, match="scores are not numbers"):
+        Chooser(4).best(scores)
 
 
 # Sampling.
