@@ -145,6 +145,15 @@ def test_a_batch_of_transformers_finds_the_same(family: str, seed: int, early_st
         check_same(ours, theirs)
 
 
+def test_a_negative_penalty_looks_no_further_than_the_present_length() -> None:
+    # One source in thousands for which a search that looked to the limit would stop too soon.
+    source = drawn_sources(np.random.default_rng([8, 2]), 10)[5]
+    options = DecodeOptions(
+        num_beams=8, num_return_sequences=8, early_stopping="never", length_penalty=-0.2, max_new_tokens=18
+    )
+    check_each(HuggingFaceEngine(lively_model("bart", 3.5)), [source], options)
+
+
 @in_every_family
 def test_the_engines_own_best_tokens_lead_where_all_logits_do(family: str) -> None:
     random = np.random.default_rng(4)
