@@ -8,14 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fatdeploy.errors import SpecMismatch
+from fatdeploy.runtimes.controls import NEVER
 from fatdeploy.runtimes.engine import Floats, Rows, StepOut, Want
 from fatdeploy.runtimes.hypothesis import Finish, Said
 from fatdeploy.runtimes.scoring import Scorer, check_something_is_left
 from fatdeploy.runtimes.search import Move, Task, stays
 from fatdeploy.spec import Tokens
-
-# Stands for a score that nothing real has, as in transformers, whose arithmetic with it is part of the result.
-NOTHING = np.float32(-1e9)
 
 # Of a row's scores, when the best of them are looked for: more are slower to look through, fewer let more scores pass.
 GROUPS, GROUPS_A_COLUMN = 256, 8
@@ -62,7 +60,7 @@ class Beam:
         self.finished: list[Finished] = []
         self.length = 0
         self.hopeful = True  # a running hypothesis may still beat the complete ones
-        self.stuck = False  # every continuation is complete
+        self.stuck = False  # every continuation is complete or forbidden
 
     @property
     def over(self) -> bool:
@@ -79,6 +77,8 @@ class Beam:
         k is at least twice the number of beams: as many may be complete and leave as stay.
         """
         best = self._candidates(log_probs, ids)
+        if best.totals[0] == NEVER and not self.finished:
+            check_something_is_left(best.totals[:1], self.length)
         nodes = [self._node(best, index, attention) for index in range(len(best.tokens))]
         ends = [self._end(node) for node in nodes]
         self._finish(best, nodes, ends)
@@ -90,6 +90,7 @@ class Beam:
         running = [
             Finished(node, float(score) / penalty, "cancelled", self.length)
             for node, score in zip(self.nodes, self.scores, strict=True)
+            if score > NEVER
         ]
         # A complete one is cancelled too: a search that went on might have found a better one.
         complete = [replace(one, finish="cancelled") for one in self.finished]
@@ -134,9 +135,9 @@ class Beam:
 
     def _go_on(self, best: Candidates, nodes: list[Node], complete: list[bool]) -> tuple[list[int], list[int]]:
         """Keep the best that are not complete, each in its parent's row if no better one is there already."""
-        self.stuck = all(complete)
-        totals = best.totals + np.array(complete, np.float32) * NOTHING
+        totals = np.where(complete, NEVER, best.totals)
         kept = np.argsort(-totals, kind="stable")[: self.width].tolist()
+        self.stuck = bool(totals[kept[0]] == NEVER)
         parents = [self.places[best.ranks[one]] for one in kept]
         self.places = placed(parents, self.width)
         self.scores, self.nodes = totals[kept], [nodes[one] for one in kept]
@@ -244,8 +245,6 @@ class BeamSearch:
             # Controls change log-probabilities here and are not followed by a new normalisation: so does transformers.
             scores = self.scorer.controlled(scores, self._tokens[: len(scores), : self._place])
         log_probs, columns = self._chooser.best(scores)
-        if self.scorer.processors:
-            check_something_is_left(log_probs[:: self.rows, 0], self._place - len(self.task.prompt))
         return log_probs, columns if self.scorer.ids is None else self.scorer.ids[columns]
 
     @property

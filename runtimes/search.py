@@ -124,6 +124,9 @@ class RowSearch:
         scores = self.scorer.logits(out)
         if self.scorer.processors:
             scores = self.scorer.controlled(scores, self._history())
+            if not self.going.all():
+                # Controls may leave nothing to a row that is finished: nobody asks it.
+                scores[~self.going] = 0
         return np.repeat(scores, self.each, 0) if self.length == 0 and self.each > 1 else scores
 
     def _history(self) -> Tokens:

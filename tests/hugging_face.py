@@ -1,4 +1,4 @@
-"""Tiny models of ``transformers``, random but lively: behind our Engine protocol, and through their own ``generate``."""
+"""Tiny lively models of ``transformers``: behind our Engine protocol, and through their own ``generate``."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -175,7 +175,7 @@ class Generated:
 
     tokens: tuple[int, ...]
     finish: str
-    score: float | None
+    score: float
     log_probs: tuple[float, ...]  # of the new tokens, EOS left out
 
 
@@ -199,19 +199,19 @@ def generated(
     )
     ways = out.beam_indices if options.num_beams > 1 else None
     # Of beams the scores are log-probabilities already, changed by processors; greedy tells logits.
-    log_probs = model.compute_transition_scores(out.sequences, out.scores, ways, normalize_logits=ways is None)
+    log_probs = model.compute_transition_scores(out.sequences, out.scores, ways, normalize_logits=ways is None).numpy()
     found = []
     for row, new in enumerate(out.sequences[:, prompt.shape[1] :].tolist()):
-        length = int((ways[row] >= 0).sum()) if ways is not None else (*new, EOS).index(EOS) + 1
-        new, ended = new[:length], EOS in new[:length]
-        score = None if ways is None else float(out.sequences_scores[row])
-        said = new[:-1] if ended else new
+        length = (*new[:-1], EOS).index(EOS) + 1 if ways is None else int((ways[row] >= 0).sum())
+        ended = EOS in new[:length]
+        kept = length - ended
+        score = log_probs[row, :length].sum() if ways is None else out.sequences_scores[row]
+        tokens = (*options.prefix_ids, *new[:kept])
         found.append(
-            Generated(
-                (*options.prefix_ids, *said), "eos" if ended else "length", score, tuple(log_probs[row, : len(said)].tolist())
-            )
+            Generated(tokens, "eos" if ended else "length", float(score), tuple(log_probs[row, :kept].tolist()))
         )
-    return [found[at : at + options.num_return_sequences] for at in range(0, len(found), options.num_return_sequences)]
+    each = options.num_return_sequences
+    return [found[start : start + each] for start in range(0, len(found), each)]
 
 
 def _arguments(options: DecodeOptions) -> dict[str, object]:

@@ -7,11 +7,20 @@ import numpy as np
 import pytest
 
 from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.engine import Want
+from fatdeploy.runtimes.engine import Floats, Want
 from fatdeploy.runtimes.hypothesis import Hypothesis
-from fatdeploy.runtimes.options import DecodeOptions
+from fatdeploy.runtimes.options import DecodeOptions, LogitsProcessor
 from fatdeploy.spec import Tokens
-from tests.hugging_face import BOS, EOS, FAMILIES, MAX_SOURCE, VOCABULARY, Generated, HuggingFaceEngine, generated, lively_model
+from tests.hugging_face import (
+    EOS,
+    FAMILIES,
+    MAX_SOURCE,
+    VOCABULARY,
+    Generated,
+    HuggingFaceEngine,
+    generated,
+    lively_model,
+)
 
 TOLERANCE = 1e-4
 # How much likelier EOS is made: from targets that run to the limit to some that are empty.
@@ -44,7 +53,7 @@ def drawn_beams(random: np.random.Generator) -> DecodeOptions:
     )
 
 
-def less_of_the_same(tokens: Tokens, scores: np.ndarray) -> np.ndarray:
+def less_of_the_same(tokens: Tokens, scores: Floats) -> Floats:
     """Make the last two tokens less likely, BOS and the prefix among them."""
     rows = np.arange(len(tokens))
     for place in range(1, min(3, tokens.shape[1] + 1)):
@@ -54,7 +63,10 @@ def less_of_the_same(tokens: Tokens, scores: np.ndarray) -> np.ndarray:
 
 def drawn_controls(random: np.random.Generator, options: DecodeOptions, said: Sequence[int]) -> DecodeOptions:
     """Return the same with some controls; what they forbid is what would be ``said`` without them."""
-    likely = lambda: bool(random.random() < 0.4)  # noqa: E731
+
+    def likely() -> bool:
+        return bool(random.random() < 0.4)
+
     limit = max(3, options.max_new_tokens or 0)
     tokens = [*said, *random.integers(VOCABULARY, size=3).tolist()]
     words = [tokens[start : start + 1 + n] for n, start in enumerate(random.integers(len(tokens), size=4).tolist())]
@@ -82,8 +94,7 @@ def check_same(ours: Hypothesis, theirs: Sequence[Generated]) -> None:
     found = [ours, *ours.alternatives]
     assert [(one.tokens, one.finish) for one in found] == [(one.tokens, one.finish) for one in theirs]
     for one, other in zip(found, theirs, strict=True):
-        if other.score is not None:
-            assert one.score == pytest.approx(other.score, rel=0, abs=TOLERANCE)
+        assert one.score == pytest.approx(other.score, rel=0, abs=TOLERANCE)
         assert one.log_probs == pytest.approx(other.log_probs, rel=0, abs=TOLERANCE)
 
 
@@ -135,14 +146,73 @@ def test_a_batch_of_transformers_finds_the_same(family: str, seed: int, early_st
 
 
 @in_every_family
-def test_the_models_are_lively(family: str) -> None:
+def test_the_engines_own_best_tokens_lead_where_all_logits_do(family: str) -> None:
     random = np.random.default_rng(4)
+    model, sources = lively_model(family, EOS_BIASES[1]), drawn_sources(random, 4)
+    options = DecodeOptions(num_beams=4, num_return_sequences=4, max_new_tokens=18)
+    narrow, wide = HuggingFaceEngine(model, top_k=7), HuggingFaceEngine(model, top_k=8)
+    for one, other, source in zip(*(decode(each, sources, options) for each in (narrow, wide)), sources, strict=True):
+        [theirs] = generated(model, [source], options)
+        check_same(one, theirs)
+        check_same(other, theirs)
+    assert (set(narrow.wanted), set(wide.wanted)) == ({Want.LOGITS}, {Want.TOPK})
+
+
+def only(targets: Sequence[Sequence[int]]) -> LogitsProcessor:
+    """Return a control under which one of the targets is said, and EOS after it."""
+    allowed = [(*target, EOS) for target in targets]
+
+    def processor(tokens: Tokens, scores: Floats) -> Floats:
+        left = np.full_like(scores, -np.inf)
+        for row, (_, *said) in enumerate(tokens.tolist()):
+            begun = [target for target in allowed if list(target[: len(said)]) == said]
+            following = [target[len(said)] for target in begun if len(target) > len(said)]
+            left[row, following] = scores[row, following]
+        return left
+
+    return processor
+
+
+@in_every_family
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("beams", [1, 4])
+def test_one_of_a_list_of_targets_is_found(family: str, seed: int, beams: int) -> None:
+    random = np.random.default_rng([5, seed])
+    engine, sources = drawn_engine(random, family), drawn_sources(random, 3)
+    targets = [random.integers(3, VOCABULARY, size=random.integers(1, 9)).tolist() for _ in range(24)]
+    options = DecodeOptions(num_beams=beams, max_new_tokens=12, processors=[only(targets)], scores=True)
+    check_each(engine, sources, options)
+
+
+@in_every_family
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("early_stopping", [False, "never"])
+def test_fewer_targets_than_beams_are_all_real(family: str, seed: int, early_stopping: bool | str) -> None:
+    """With too few continuations transformers lets a complete target run on, at -1e9, and may return it as well."""
+    random = np.random.default_rng([6, seed])
+    engine, sources = drawn_engine(random, family), drawn_sources(random, 2)
+    forbidden = random.permutation(np.delete(np.arange(VOCABULARY), EOS))[1:].tolist()
+    options = DecodeOptions(
+        num_beams=6,
+        num_return_sequences=6,
+        max_new_tokens=2 + seed % 3,
+        early_stopping=early_stopping,
+        suppress_tokens=forbidden,
+    )
+    for source, ours in zip(sources, decode(engine, sources, options), strict=True):
+        [theirs] = generated(engine.model, [source], options)
+        check_same(ours, [one for one in theirs if one.score > -1e6])
+
+
+@in_every_family
+def test_the_models_are_lively(family: str) -> None:
+    random = np.random.default_rng(7)
     sources = [random.integers(VOCABULARY, size=length).tolist() for length in [*range(1, MAX_SOURCE + 1)] * 3]
     found = []
     for bias in EOS_BIASES:
         engine = HuggingFaceEngine(lively_model(family, bias))
         found += decode(engine, sources, DecodeOptions(num_beams=4, max_new_tokens=18, length_penalty=1.5))
     assert len({one.tokens for one in found}) > len(found) / 3
-    assert np.mean([len(set(one.tokens)) for one in found if one.finish == "length"]) > 5
+    assert np.mean([len(set(one.tokens)) for one in found if one.finish == "length"]) > 4
     assert len({len(one.tokens) for one in found if one.finish == "eos"}) >= 8
     assert 0.2 < np.mean([one.finish == "eos" for one in found]) < 0.8
