@@ -7,7 +7,7 @@ a process of its own, processes take turns (A B A B …), and the tokens are che
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 import numpy as np
@@ -42,19 +42,24 @@ SLACK_BYTES = 1024
 class Plan:
     """What is measured: the axes of the benchmark."""
 
+    cases: tuple[CaseName, ...]
     vocab_sizes: tuple[int, ...]
     rounds: int
     sizes: Sizes
 
+    def batches(self) -> list[tuple[CaseName, int]]:
+        """Return searches with their batches."""
+        return [(case, batch) for case, batch in TARGETS if case in self.cases]
+
     def turns(self) -> list[Turn]:
         """Return the turns of one round."""
-        cases = product(TARGETS, self.vocab_sizes)
-        return [Turn(case=case, batch=batch, vocab_size=vocab_size) for (case, batch), vocab_size in cases]
+        every = product(self.batches(), self.vocab_sizes)
+        return [Turn(case=case, batch=batch, vocab_size=vocab_size) for (case, batch), vocab_size in every]
 
 
 def result_from_turns(plan: Plan, found: dict[Turn, list[Any]]) -> dict[str, Any]:
     """Return all that is written, provenance apart."""
-    rows = [_row(turn, rounds) for turn, rounds in found.items()]
+    rows = [row_of(turn, rounds) for turn, rounds in found.items()]
     return {
         "threads": 1,
         "steps": plan.sizes.steps,
@@ -62,11 +67,12 @@ def result_from_turns(plan: Plan, found: dict[Turn, list[Any]]) -> dict[str, Any
         "rounds": plan.rounds,
         "tokens_checked": True,
         "results": rows,
-        "allocations": [_growth(plan, rows, case, batch) for case, batch in TARGETS],
+        "allocations": [growth_of(plan, rows, case, batch) for case, batch in plan.batches()],
     }
 
 
-def _row(turn: Turn, rounds: list[Any]) -> dict[str, Any]:
+def row_of(turn: Turn, rounds: list[Any]) -> dict[str, Any]:
+    """Return what the rounds of a turn tell of a step's time and allocations."""
     us = np.array([second for one in rounds for second in one["seconds"]]) * 1e6
     summary = {"min_us": us.min(), "p50_us": np.median(us), "p95_us": np.percentile(us, 95)}
     target = TARGETS[turn.case, turn.batch]
@@ -81,7 +87,7 @@ def _row(turn: Turn, rounds: list[Any]) -> dict[str, Any]:
     }
 
 
-def _growth(plan: Plan, rows: list[dict[str, Any]], case: CaseName, batch: int) -> dict[str, Any]:
+def growth_of(plan: Plan, rows: list[dict[str, Any]], case: CaseName, batch: int) -> dict[str, Any]:
     """Return by how many bytes a step's allocations grow with the vocabulary and with the position, at most."""
     early, late = (f"position_{position}" for position in plan.sizes.positions)
     found = {row["vocab_size"]: row["bytes"] for row in rows if (row["case"], row["batch"]) == (case, batch)}
@@ -94,6 +100,7 @@ def _growth(plan: Plan, rows: list[dict[str, Any]], case: CaseName, batch: int) 
 
 
 @click.command()
+@click.option("--case", "cases", multiple=True, type=click.Choice(get_args(CaseName)), default=get_args(CaseName))
 @click.option("--vocab-size", "vocab_sizes", multiple=True, type=click.IntRange(64), default=[1_000, 32_000])
 @click.option("--steps", type=click.IntRange(32), default=450, show_default=True, help="Of a decode.")
 @click.option("--positions", nargs=2, type=click.IntRange(4), default=(50, 400), show_default=True)

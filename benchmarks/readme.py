@@ -17,13 +17,17 @@ STEP = "per_token_by_difference"
 
 
 def machine_line(result: dict[str, Any], packages: tuple[str, ...], threads: str) -> str:
+    """Return where and with what decodes were measured, and of which length."""
+    return f"{where(result, packages)}{threads}; source {result['source']} tokens, {result['target']} steps, fp32."
+
+
+def where(result: dict[str, Any], packages: tuple[str, ...]) -> str:
     """Return where and with what a result was measured."""
     machine, versions = result["machine"], result["versions"]
     used = ", ".join(f"{package} {versions[package]}" for package in packages)
     return (
         f"Measured on {result['date']}: {machine['cpu']}, {machine['cores']} cores, "
-        f"{machine['memory_bytes'] / 1e9:.0f} GB, {used}{threads}; "
-        f"source {result['source']} tokens, {result['target']} steps, fp32."
+        f"{machine['memory_bytes'] / 1e9:.0f} GB, {used}"
     )
 
 
@@ -90,8 +94,101 @@ def reference_table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", machine_line(result, ("torch",), f", {result['threads']} threads")])
 
 
+def beams_table(result: dict[str, Any]) -> str:
+    """Return the table of beam search on the same weights, CTranslate2 in its best setting, and a line on all else."""
+    lines = [
+        f"| model (random weights) | engine, {result['beams']} beams | batch | ms from source to target, min / p50 "
+        "| ms a step, min / p50 | times CTranslate2's, whole, min / p50 | tokens |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result["results"]:
+        if row["engine"] == "ctranslate2" and not row["best_ctranslate2"]:
+            continue
+        whole, step, ratio = row["phases"]["end_to_end"], row["phases"][STEP], row["ratio_to_ctranslate2"]["end_to_end"]
+        lines.append(
+            f"| `{row['preset']}` | {ENGINES[row['engine']]}, {setting(row)} | {row['batch']} "
+            f"| {whole['min_ms']:.0f} / {whole['p50_ms']:.0f} | {step['min_ms']:.2f} / {step['p50_ms']:.2f} "
+            f"| {ratio['min']:.2f} / {ratio['p50']:.2f} | the reference's, checked |"
+        )
+    facts = [*beam_memory(result["memory"]), *shortlists(result["shortlist"])]
+    beside = [f"Beside this: {'; '.join(facts)}.", ""] if facts else []
+    return "\n".join([*lines, "", *beside, machine_line(result, ("onnxruntime", "ctranslate2"), "")])
+
+
+def beam_memory(rows: list[dict[str, Any]]) -> list[str]:
+    """Return what beams cost in memory."""
+    return [
+        f"with {counted(row['beams'], 'beam')} the process takes {row['peak_bytes'] / 1e6:.0f} MB at most, of which "
+        f"{row['memory_bytes'] / 1e6:.2f} MB are cross keys and values and {row['state_bytes'] / 1e6:.2f} MB caches"
+        for row in rows
+    ]
+
+
+def shortlists(rows: list[dict[str, Any]]) -> list[str]:
+    """Return what a shortlist saves of a greedy step."""
+    return [
+        f"a shortlist of {row['shortlist']:,} tokens makes a greedy step {row['ratio_to_full'][STEP]['p50']:.2f} times "
+        f"as long (batch {row['batch']}, {counted(row['threads'], 'thread')})"
+        for row in rows
+        if row["shortlist"]
+    ]
+
+
+SEARCHES = {
+    "greedy": "greedy",
+    "beams": "4 beams",
+    "top_p": "samples, top-p",
+    "beams_ngrams": "4 beams, no repeated 3-grams",
+}
+
+
+def loop_table(result: dict[str, Any]) -> str:
+    """Return the table of the decode loop over an engine that costs nothing."""
+    sizes = sorted({row["vocab_size"] for row in result["results"]})
+    rows = {(row["case"], row["batch"], row["vocab_size"]): row for row in result["results"]}
+    titles = " | ".join(f"µs a step, {size:,} tokens, min / p50" for size in sizes)
+    lines = [
+        f"| decode loop alone | batch | {titles} | bytes a step allocates at most | grows with tokens or position |",
+        f"|---|---|{'---|' * len(sizes)}---|---|",
+    ]
+    for one in result["allocations"]:
+        found = [rows[one["case"], one["batch"], size] for size in sizes]
+        times = " | ".join(f"{row['min_us']:.0f} / {row['p50_us']:.0f}" for row in found)
+        most = max(count for row in found for count in row["bytes"].values())
+        lines.append(
+            f"| {SEARCHES[one['case']]} | {one['batch']} | {times} | {most:,.0f} | {'yes' if one['grows'] else 'no'} |"
+        )
+    return "\n".join(
+        [*lines, "", f"{where(result, ('numpy',))}; an engine that costs nothing, {result['steps']} steps."]
+    )
+
+
+def load_lines(result: dict[str, Any]) -> str:
+    """Return what became of models under load, the conditions that they met or did not meet."""
+    lines = [
+        f"`{row['bundle']}` under load, {row['requests']:,} mixed requests from {counted(row['threads'], 'thread')} "
+        f"({row['cancelled']} targets cancelled): {conditions(row)}; "
+        f"memory moved by {row['memory']['lowest']:+.1%} to {row['memory']['highest']:+.1%} after the warm-up."
+        for row in result["results"]
+    ]
+    return "\n".join([*lines, "", f"{where(result, ('onnxruntime',))}."])
+
+
+def conditions(row: dict[str, Any]) -> str:
+    """Return the conditions in words, those that were not met first."""
+    words = {name: name.replace("_", " ") for name in row["conditions"]}
+    missed = [f"NOT MET: {words[name]}" for name, holds in row["conditions"].items() if not holds]
+    return ", ".join([*missed, *(words[name] for name, holds in row["conditions"].items() if holds)])
+
+
 # In the order of the README. A result that nobody measured yet has no table.
-TABLES = {"engines_greedy.json": engines_table, "reference_greedy.json": reference_table}
+TABLES = {
+    "engines_greedy.json": engines_table,
+    "engines_beam.json": beams_table,
+    "loop_overhead.json": loop_table,
+    "load.json": load_lines,
+    "reference_greedy.json": reference_table,
+}
 
 
 def with_tables(readme: str) -> str:

@@ -1,6 +1,7 @@
 """The benchmarks: CTranslate2 is given the same model, and a run writes what the README reads. No time is judged."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -13,11 +14,14 @@ import pytest
 from benchmarks.ctranslate2_decoding import Translation
 from benchmarks.ctranslate2_model import write_ctranslate2_model
 from benchmarks.measuring import Kept
-from benchmarks.readme import engines_table
+from benchmarks.prepare_beams import MarginEngine, Unsafe
+from benchmarks.readme import beams_table, engines_table
 from benchmarks.turns import Cache
 from fatdeploy.errors import ConfigError
 from fatdeploy.export.certify import drawn_probe
 from fatdeploy.export.eager import EagerEngine
+from fatdeploy.runtimes.decode import decode
+from fatdeploy.runtimes.options import DecodeOptions
 from tests.bundles import bundle_of, model_of
 
 ROOT = Path(__file__).parent.parent
@@ -65,16 +69,11 @@ def test_kept_results_are_read_again_only_by_what_made_them(tmp_path: Path) -> N
     assert not path.exists()
 
 
-@pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A tiny run over bundles that other tests exported: exporting is the slow part."""
-    folder = tmp_path_factory.mktemp("benchmark")
-    for preset in ("transformer-tiny", "fat-tiny"):
+def run_of(module: str, arguments: str, presets: tuple[str, ...], folder: Path) -> dict[str, Any]:
+    """Return the result of a tiny run over bundles that other tests exported: exporting is the slow part."""
+    for preset in presets:
         shutil.copytree(bundle_of(preset).path, Cache(folder, preset).bundle)
-    sizes = "--batch 2 --threads 1 --source 6 --target 5 --positions 4 12 --rounds 1 --repetitions 2"
-    parts = "--part greedy --part positions --part memory"
-    presets = "--preset transformer-tiny --steady-preset fat-tiny"
-    command = [sys.executable, "-m", "benchmarks.engines_greedy", *f"{presets} {parts} {sizes}".split()]
+    command = [sys.executable, "-m", module, *arguments.split()]
     run = subprocess.run(
         [*command, "--cache", folder, "--out", folder / "result.json"],
         capture_output=True,
@@ -86,6 +85,16 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     assert not list(folder.glob("*.partial.json"))
     found: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return found
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    sizes = "--batch 2 --threads 1 --source 6 --target 5 --positions 4 12 --rounds 1 --repetitions 2"
+    parts = "--part greedy --part positions --part memory"
+    presets = "--preset transformer-tiny --steady-preset fat-tiny"
+    folder = tmp_path_factory.mktemp("greedy")
+    bundles = ("transformer-tiny", "fat-tiny")
+    return run_of("benchmarks.engines_greedy", f"{presets} {parts} {sizes}", bundles, folder)
 
 
 def test_a_run_says_what_was_measured_and_where(result: dict[str, Any]) -> None:
@@ -120,3 +129,68 @@ def test_the_readme_shows_the_peer_once_in_its_best_setting(result: dict[str, An
     assert " | 1.00 / 1.00 | " in lines[3]
     assert "`fat-tiny` is exported and certified in 61 s." in lines[6]
     assert "ctranslate2 4." in lines[8]
+
+
+@pytest.fixture(scope="module")
+def beams(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    sizes = "--batch 2 --threads 1 --beams 2 --most-beams 3 --source 6 --target 4 --rounds 1 --repetitions 2"
+    arguments = f"--preset transformer-tiny --shortlist 24 {sizes}"
+    return run_of("benchmarks.engines_beam", arguments, ("transformer-tiny",), tmp_path_factory.mktemp("beams"))
+
+
+def test_beams_are_compared_with_the_peers_best_setting_from_source_to_target(beams: dict[str, Any]) -> None:
+    assert beams["bundles"]["transformer-tiny"]["digest"] == bundle_of("transformer-tiny").digest
+    rows = beams["results"]
+    assert [(row["engine"], row["workers"]) for row in rows] == [
+        ("fatdeploy", 1),
+        ("ctranslate2", 1),
+        ("ctranslate2", 2),
+    ]
+    assert {"end_to_end", "per_token_by_difference", "load"} <= rows[1]["phases"].keys() < rows[0]["phases"].keys()
+    [best] = [row for row in rows if row["best_ctranslate2"]]
+    assert best["phases"]["end_to_end"]["p50_ms"] == min(row["phases"]["end_to_end"]["p50_ms"] for row in rows[1:])
+    ratio = rows[0]["phases"]["end_to_end"]["p50_ms"] / best["phases"]["end_to_end"]["p50_ms"]
+    assert rows[0]["ratio_to_ctranslate2"]["end_to_end"]["p50"] == ratio
+    assert rows[0]["within_target"] == (ratio <= 0.8)
+
+
+def test_beams_share_what_belongs_to_the_source(beams: dict[str, Any]) -> None:
+    one, many = beams["memory"]
+    config = model_of("transformer-tiny").config
+    keys_and_values = 2 * config.decoder_layers * config.width * np.dtype(np.float32).itemsize
+    assert one["memory_bytes"] == many["memory_bytes"] == 2 * 6 * keys_and_values
+    assert (one["state_bytes"], many["state_bytes"]) == (2 * 4 * keys_and_values, 3 * 2 * 4 * keys_and_values)
+    assert many["peak_bytes"] >= many["after_decode_bytes"] > 0
+
+
+def test_a_shortlist_is_compared_with_the_whole_vocabulary(beams: dict[str, Any]) -> None:
+    full, listed = beams["shortlist"]
+    assert (full["shortlist"], listed["shortlist"]) == (0, 24)
+    assert full["ratio_to_full"]["per_token_by_difference"] == {"min": 1, "p50": 1}
+    step = [row["phases"]["per_token_by_difference"]["min_ms"] for row in (full, listed)]
+    assert listed["ratio_to_full"]["per_token_by_difference"]["min"] == step[1] / step[0]
+
+
+def test_the_readme_tells_beams_memory_and_shortlists(beams: dict[str, Any]) -> None:
+    lines = beams_table(beams).splitlines()
+    assert [line.split(" | ")[1].split(",")[0] for line in lines[2:4]] == ["fatdeploy", "CTranslate2"]
+    assert " | 1.00 / 1.00 | " in lines[3]
+    assert re.match(r"Beside this: with 1 beam the process .* with 3 beams .* a shortlist of 24 tokens", lines[5])
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_sources_whose_beams_may_end_or_are_decided_by_noise_are_refused(beams: int) -> None:
+    engine = EagerEngine(model_of("transformer-tiny"))
+    options = DecodeOptions(max_new_tokens=8, num_beams=beams, num_return_sequences=beams)
+    draw, safe = np.random.default_rng(0), 0
+    for _ in range(40):
+        source = draw.integers(3, 64, 6)
+        found = decode(engine, [source], options)
+        try:
+            watched = decode(MarginEngine(engine, beams, 8), [source], options)
+        except Unsafe:
+            continue
+        safe += 1
+        assert [one.tokens for one in watched] == [one.tokens for one in found]
+        assert all(one.finish == "length" and engine.spec.eos_id not in one.tokens for one in found)
+    assert 0 < safe < 40

@@ -1,0 +1,81 @@
+"""The decode loop over an engine that costs nothing: what its steps allocate, and how that is judged. No time is."""
+
+import json
+from pathlib import Path
+from typing import get_args
+
+import click.testing
+import numpy as np
+import pytest
+
+from benchmarks import loop_overhead
+from benchmarks.loop_turns import BEAMS, CHECKS, CaseName, CostlessEngine, Sizes, Turn, overhead
+from benchmarks.readme import loop_table
+from fatdeploy.runtimes.hypothesis import Hypothesis
+from fatdeploy.spec import ModelSpec
+
+SIZES = Sizes(steps=320, repetitions=1, positions=(20, 300))
+
+
+@pytest.mark.parametrize("case", get_args(CaseName))
+def test_a_step_allocates_nothing_that_grows_with_the_vocabulary_or_the_position(case: CaseName) -> None:
+    plan = loop_overhead.Plan(cases=(case,), vocab_sizes=(1_000, 8_000), rounds=1, sizes=SIZES)
+    turns = [turn for turn in plan.turns() if turn.batch == 1]
+    found = {turn: [overhead(turn, SIZES)] for turn in turns}
+    rows = [loop_overhead.row_of(turn, rounds) for turn, rounds in found.items()]
+    growth = loop_overhead.growth_of(plan, rows, case, 1)
+    assert not growth["grows"], growth
+
+
+def test_an_array_of_the_vocabulary_or_of_what_was_said_is_growth() -> None:
+    plan = loop_overhead.Plan(cases=("greedy",), vocab_sizes=(1_000, 32_000), rounds=1, sizes=SIZES)
+
+    def growth(early: int, late: int) -> dict[str, object]:
+        counts = {
+            1_000: {"position_20": 3000, "position_300": 3010},
+            32_000: {"position_20": early, "position_300": late},
+        }
+        rows = [{"case": "greedy", "batch": 1, "vocab_size": size, "bytes": found} for size, found in counts.items()]
+        return loop_overhead.growth_of(plan, rows, "greedy", 1)
+
+    same = {"case": "greedy", "batch": 1}
+    assert growth(3000, 3100) == {**same, "with_vocabulary": 90, "with_position": 100, "grows": False}
+    assert growth(131_000, 131_000) == {**same, "with_vocabulary": 128_000, "with_position": 10, "grows": True}
+    assert growth(3000, 5240) == {**same, "with_vocabulary": 2230, "with_position": 2240, "grows": True}
+
+
+@pytest.mark.parametrize("case", get_args(CaseName))
+def test_wrong_tokens_are_noticed_before_anything_is_timed(case: CaseName) -> None:
+    spec = ModelSpec(vocab_size=100, max_source=8, max_target=12, pad_id=0, bos_id=1, eos_id=2)
+    engine = CostlessEngine(1, BEAMS, spec)
+    worst = int(engine.log_probs[0, 0].argmin())
+    with pytest.raises(SystemExit, match="not those that the scores ask for"):
+        CHECKS[case]([Hypothesis((worst,) * 12, "length")], engine, 12)
+
+
+def test_a_step_of_every_search_is_timed_but_for_the_first_and_the_last() -> None:
+    sizes = Sizes(steps=40, repetitions=2, positions=(10, 30))
+    result = overhead(Turn(case="beams", batch=3, vocab_size=100), sizes)
+    assert len(result["seconds"]) == 2 * (40 - 8 - 1)
+    assert min(result["seconds"]) > 0
+    assert np.array([*result["bytes"].values()]).min() > 0
+
+
+def test_a_run_writes_what_the_readme_reads(tmp_path: Path) -> None:
+    sizes = "--case top_p --vocab-size 64 --vocab-size 200 --steps 40 --positions 10 30 --rounds 1 --repetitions 1"
+    arguments = [*sizes.split(), "--cache", str(tmp_path), "--out", str(tmp_path / "result.json")]
+    run = click.testing.CliRunner().invoke(loop_overhead.main, arguments)
+    assert run.exit_code == 0, run.output
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert [(row["case"], row["vocab_size"], row["target_us"]) for row in result["results"]] == [
+        ("top_p", 64, None),
+        ("top_p", 200, None),
+    ]
+    assert {"machine", "versions", "commit", "date", "tokens_checked", "threads"} <= result.keys()
+    assert loop_table(result).splitlines()[2].startswith("| samples, top-p | 1 | ")
+
+
+def test_positions_must_be_within_the_decode() -> None:
+    run = click.testing.CliRunner().invoke(loop_overhead.main, ["--steps", "60"])
+    assert run.exit_code == 2
+    assert "--positions must lie 5 steps before the last" in run.output
