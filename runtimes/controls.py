@@ -34,15 +34,27 @@ def _processors(options: DecodeOptions, spec: ModelSpec, prompt: int) -> Iterato
     yield from options.processors
 
 
-@dataclass(frozen=True)
 class RepetitionPenalty:
     """Makes what was said less likely: positive scores are divided by the penalty, negative ones multiplied."""
 
-    penalty: float
+    def __init__(self, penalty: float) -> None:
+        self._penalty = np.float32(penalty)
+        # Used from step to step: a step allocates nothing that grows with what was said.
+        self._scores, self._below = np.empty(0, np.float32), np.empty(0, bool)
 
     def __call__(self, tokens: Tokens, scores: Floats) -> Floats:
-        said = np.take_along_axis(scores, tokens, 1)
-        np.put_along_axis(scores, tokens, np.where(said < 0, said * self.penalty, said / self.penalty), 1)
+        length = tokens.shape[1]
+        if len(self._scores) < length:
+            self._scores, self._below = np.empty(2 * length, np.float32), np.empty(2 * length, bool)
+        found, below = self._scores[:length], self._below[:length]
+        for said, row in zip(tokens, scores, strict=True):
+            # Tokens are within range; told to check it, numpy would make a copy of its own first.
+            np.take(row, said, out=found, mode="clip")
+            np.less(found, 0, out=below)
+            np.multiply(found, self._penalty, out=found, where=below)
+            np.logical_not(below, out=below)
+            np.divide(found, self._penalty, out=found, where=below)
+            row[said] = found
         return scores
 
 
