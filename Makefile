@@ -35,6 +35,7 @@ format: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.reference_greedy
 	$(BIN)/python -m benchmarks.engines_greedy
+	$(BIN)/python -m benchmarks.engines_greedy --part export --out benchmarks/results/export_time.json
 	$(BIN)/python -m benchmarks.engines_beam
 	$(BIN)/python -m benchmarks.loop_overhead
 	$(BIN)/python -m benchmarks.load

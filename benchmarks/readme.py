@@ -8,7 +8,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
-BEGIN, END = "<!-- generated from benchmarks/results by benchmarks/readme.py -->", "<!-- end of generated -->"
+BEGIN, END = "<!-- {block}: generated from benchmarks/results by benchmarks/readme.py -->", "<!-- end of {block} -->"
 
 
 ENGINES = {"fatdeploy": "fatdeploy, ONNX Runtime", "ctranslate2": "CTranslate2", "reference": "PyTorch reference"}
@@ -62,7 +62,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def other_lines(result: dict[str, Any]) -> list[str]:
-    """Return memory, load, growth of the step and export in one line; none of them where they were not measured."""
+    """Return memory, load and growth of the step in one line; none of them where they were not measured."""
     facts = [
         f"`{row['preset']}` takes {max(row['after_load_bytes'], row['after_decode_bytes']) / 1e6:.0f} MB of memory "
         f"(weights {row['weights_bytes'] / 1e6:.0f} MB)"
@@ -75,8 +75,13 @@ def other_lines(result: dict[str, Any]) -> list[str]:
         f"{row['positions'][0]} (batch {row['batch']})"
         for row in result["positions"]
     ]
-    facts += [f"`{row['preset']}` is exported and certified in {row['seconds']:.0f} s" for row in result["export"]]
     return [f"Beside this: {'; '.join(facts)}.", ""] if facts else []
+
+
+def export_lines(result: dict[str, Any]) -> str:
+    """Return how long an export takes, the proof included."""
+    facts = [f"`{row['preset']}` is exported and certified in {row['seconds']:.0f} s" for row in result["export"]]
+    return f"{'; '.join(facts)}. {where(result, ('torch', 'onnxruntime'))}."
 
 
 def reference_table(result: dict[str, Any]) -> str:
@@ -181,25 +186,31 @@ def conditions(row: dict[str, Any]) -> str:
     return ", ".join([*missed, *(words[name] for name, holds in row["conditions"].items() if holds)])
 
 
-# In the order of the README. A result that nobody measured yet has no table.
-TABLES = {
-    "engines_greedy.json": engines_table,
-    "engines_beam.json": beams_table,
-    "loop_overhead.json": loop_table,
-    "load.json": load_lines,
-    "reference_greedy.json": reference_table,
+# What stands between each pair of marks, in order. A result that nobody measured yet has no table.
+BLOCKS = {
+    "engines": {"engines_greedy.json": engines_table},
+    "more": {
+        "engines_beam.json": beams_table,
+        "loop_overhead.json": loop_table,
+        "load.json": load_lines,
+        "export_time.json": export_lines,
+        "reference_greedy.json": reference_table,
+    },
 }
 
 
 def with_tables(readme: str) -> str:
-    """Return the README with everything between the two marks made anew."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"README.md lacks the marks {BEGIN!r} and {END!r}")
-    found = {name: RESULTS / name for name in TABLES if (RESULTS / name).exists()}
-    tables = "\n\n".join(TABLES[name](json.loads(path.read_text())) for name, path in found.items())
-    return f"{before}{BEGIN}\n{tables}\n{END}{after}"
+    """Return the README with everything between the marks made anew."""
+    for block, tables in BLOCKS.items():
+        marks = BEGIN.format(block=block), END.format(block=block)
+        before, begin, rest = readme.partition(marks[0])
+        _, end, after = rest.partition(marks[1])
+        if not begin or not end:
+            raise SystemExit(f"README.md lacks the marks {marks[0]!r} and {marks[1]!r}")
+        found = {name: RESULTS / name for name in tables if (RESULTS / name).exists()}
+        written = "\n\n".join(tables[name](json.loads(path.read_text())) for name, path in found.items())
+        readme = f"{before}{begin}\n{written}\n{end}{after}"
+    return readme
 
 
 def main() -> None:

@@ -120,14 +120,15 @@ def test_a_run_tells_phases_apart_where_the_engine_does(result: dict[str, Any]) 
 
 
 def test_the_readme_shows_the_peer_once_in_its_best_setting(result: dict[str, Any]) -> None:
-    lines = engines_table({**result, "export": [{"preset": "fat-tiny", "seconds": 61.2}]}).splitlines()
+    lines = engines_table(result).splitlines()
     assert [line.split(" | ")[1].split(",")[0] for line in lines[2:5]] == [
         "fatdeploy",
         "CTranslate2",
         "PyTorch reference",
     ]
     assert " | 1.00 / 1.00 | " in lines[3]
-    assert "`fat-tiny` is exported and certified in 61 s." in lines[6]
+    export = export_lines({**result, "export": [{"preset": "fat-tiny", "seconds": 61.2}]})
+    assert export.startswith("`fat-tiny` is exported and certified in 61 s. Measured on ")
     assert "ctranslate2 4." in lines[8]
 
 
