@@ -15,7 +15,7 @@ from benchmarks.ctranslate2_decoding import Translation
 from benchmarks.ctranslate2_model import write_ctranslate2_model
 from benchmarks.measuring import Kept
 from benchmarks.prepare_beams import MarginEngine, Unsafe
-from benchmarks.readme import beams_table, engines_table
+from benchmarks.readme import beams_table, engines_table, export_lines
 from benchmarks.turns import Cache
 from fatdeploy.errors import ConfigError
 from fatdeploy.export.certify import drawn_probe
