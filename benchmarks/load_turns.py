@@ -141,11 +141,12 @@ class Memory:
         over, started = threading.Event(), time.perf_counter()
 
         def sample() -> None:
-            while True:
+            ended = False
+            while not ended:
+                ended = over.wait(SAMPLED_EVERY_S)
+                # Also once after the end: a short load may have no other sample after its warm-up.
                 seconds = time.perf_counter() - started
                 self.samples.append({"seconds": seconds, "finished": finished(), "bytes": resident_bytes()})
-                if over.wait(SAMPLED_EVERY_S):
-                    return
 
         sampler = threading.Thread(target=sample)
         sampler.start()
