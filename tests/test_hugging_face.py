@@ -61,7 +61,9 @@ def less_of_the_same(tokens: Tokens, scores: Floats) -> Floats:
     return scores
 
 
-def drawn_controls(random: np.random.Generator, options: DecodeOptions, said: Sequence[int]) -> DecodeOptions:
+def drawn_controls(
+    random: np.random.Generator, options: DecodeOptions, said: Sequence[int], bos_id: int
+) -> DecodeOptions:
     """Return the same with some controls; what they forbid is what would be ``said`` without them."""
 
     def likely() -> bool:
@@ -70,6 +72,7 @@ def drawn_controls(random: np.random.Generator, options: DecodeOptions, said: Se
     limit = max(3, options.max_new_tokens or 0)
     tokens = [*said, *random.integers(VOCABULARY, size=3).tolist()]
     words = [tokens[start : start + 1 + n] for n, start in enumerate(random.integers(len(tokens), size=4).tolist())]
+    words.append([bos_id, tokens[0]])  # what was read counts, not only what was said
     prefix = random.integers(3, VOCABULARY, size=random.integers(1, 5)).tolist() if likely() else []
     begin = [(0, int(random.integers(3, VOCABULARY)))] if not prefix and likely() else []
     end = [(limit - 1, EOS)] if likely() else []
@@ -119,7 +122,7 @@ def test_controlled_beams_find_what_transformers_finds(family: str, seed: int) -
     random = np.random.default_rng([1, seed])
     engine, sources, options = drawn_engine(random, family), drawn_sources(random, 1 + seed % 3), drawn_beams(random)
     said = decode(engine, sources[:1], options)[0].tokens
-    check_each(engine, sources, drawn_controls(random, options, said))
+    check_each(engine, sources, drawn_controls(random, options, said, engine.spec.bos_id))
 
 
 @in_every_family
@@ -130,7 +133,8 @@ def test_greedy_decoding_says_what_transformers_says(family: str, seed: int, con
     engine, sources = drawn_engine(random, family), drawn_sources(random, 1 + seed % 4)
     options = DecodeOptions(max_new_tokens=int(random.integers(1, 19)), scores=True)
     if controlled:
-        options = drawn_controls(random, options, decode(engine, sources[:1], options)[0].tokens)
+        said = decode(engine, sources[:1], options)[0].tokens
+        options = drawn_controls(random, options, said, engine.spec.bos_id)
     check_each(engine, sources, options)
 
 
