@@ -29,7 +29,7 @@ from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 NEW_TOKENS = 48
 # Source lengths of each batch; None is the longest the model takes.
-BATCHES: tuple[tuple[int | None, ...], ...] = ((7,), (1, 31, None), (1, 2, 7, 31, None, 2, 7, 31))
+BATCHES: tuple[tuple[int | None, ...], ...] = ((7,), (1, 31, None), (1, 2, 7, 31, 2, 7, 31, 1))
 # Random sources that are tried in vain before weights are called undecided, and how many at once.
 TRIES, FEWEST, MOST = 96, 2, 16
 

@@ -103,7 +103,8 @@ class RowSearch:
         scores = self._scores(out)
         columns = scores.argmax(-1) if self.sampler is None else self._drawn(scores)
         if self.scorer.processors:
-            check_something_is_left(scores[np.arange(len(scores)), columns], self.length)
+            # Of a finished row controls may leave nothing: nobody asks it.
+            check_something_is_left(scores[np.arange(len(scores)), columns][self.going], self.length)
         chosen = columns if self.scorer.ids is None else self.scorer.ids[columns]
         self._write(chosen, scores, columns, out.attention)
         self._finish(chosen)
@@ -124,9 +125,6 @@ class RowSearch:
         scores = self.scorer.logits(out)
         if self.scorer.processors:
             scores = self.scorer.controlled(scores, self._history())
-            if not self.going.all():
-                # Controls may leave nothing to a row that is finished: nobody asks it.
-                scores[~self.going] = 0
         return np.repeat(scores, self.each, 0) if self.length == 0 and self.each > 1 else scores
 
     def _history(self) -> Tokens:

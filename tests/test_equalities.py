@@ -26,8 +26,9 @@ def engine_of(kind: str, preset: str) -> Engine:
 
 def sources_of(preset: str) -> list[list[int]]:
     """Return sources whose greedy steps are all decided clearly, of lengths 1 to the longest."""
-    probe = read_probes(bundle_of(preset).file(PROBES))[2]
-    return [row[real].tolist() for row, real in zip(probe.source, probe.mask, strict=True)]
+    probes = read_probes(bundle_of(preset).file(PROBES))[1:3]
+    rows = [row for probe in probes for row in zip(probe.source, probe.mask, strict=True)]
+    return [row[real].tolist() for row, real in rows][1:]
 
 
 def tokens_of(found: list[Hypothesis]) -> list[list[tuple[int, ...]]]:
