@@ -9,7 +9,6 @@ from fatdeploy.runtimes.engine import Engine, Floats, State, StepOut, Want
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.spec import Tokens
 
-
 # Multiplications of one product that OpenBLAS, numpy's library, gives to one thread: 65536 * 4, its defaults.
 IN_ONE_THREAD = 2**18
 

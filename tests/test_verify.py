@@ -30,7 +30,7 @@ TINY = "transformer-tiny"
 def test_probes_cover_the_lengths_and_batches_and_one_row_to_the_end() -> None:
     probes = read_probes(bundle_of(TINY).file(PROBES))
     assert [probe.tokens.shape for probe in probes] == [(1, 48), (3, 48), (8, 48), (1, 256)]
-    assert [probe.mask.sum(1).tolist() for probe in probes[:3]] == [[7], [1, 31, 256], [1, 2, 7, 31, 256, 2, 7, 31]]
+    assert [probe.mask.sum(1).tolist() for probe in probes[:3]] == [[7], [1, 31, 256], [1, 2, 7, 31, 2, 7, 31, 1]]
 
 
 @pytest.mark.parametrize("preset", [TINY, "fat-tiny", "transformer-nat-tiny"])
