@@ -57,9 +57,11 @@ class Scorer:
     def log_probs_of(self, scores: Floats, columns: NDArray[np.int64]) -> Floats:
         """Return the log-probability of one column of each row."""
         shifted = self._buffer("log_probs", scores.shape)
-        np.subtract(scores, scores.max(-1, keepdims=True), out=shifted)
         rows = np.arange(len(scores))
-        chosen: Floats = shifted[rows, columns] - self._log_sums(shifted)[:, 0]
+        # Controls may leave nothing to a row that is finished: it has no number, and nobody asks for it.
+        with np.errstate(invalid="ignore", divide="ignore"):
+            np.subtract(scores, scores.max(-1, keepdims=True), out=shifted)
+            chosen: Floats = shifted[rows, columns] - self._log_sums(shifted)[:, 0]
         return chosen
 
     def controlled(self, scores: Floats, said: Tokens) -> Floats:
