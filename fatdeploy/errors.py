@@ -27,6 +27,10 @@ class BackendUnavailable(FatdeployError, ImportError):
     """What was asked for needs a package or a device that is not here."""
 
 
+class TrainingFailed(FatdeployError, RuntimeError):
+    """A model could not be trained."""
+
+
 class ExportFailed(FatdeployError, RuntimeError):
     """A model could not be turned into graphs."""
 

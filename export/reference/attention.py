@@ -7,6 +7,7 @@ positions, t positions of one call, I queries, J keys, H heads, D head width, M 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,16 +53,39 @@ def summed_over_features(queries: Tensor, keys: Tensor, term: Callable[[Tensor, 
     return total
 
 
-def _squared_positive_part(pairs: Tensor, _: slice) -> Tensor:
-    positive = pairs.relu_()
-    # The backward pass reads the positive part, so only without one may the squares take its memory.
-    return positive.square() if torch.is_grad_enabled() else positive.square_()
-
-
 def slow_scores(queries: Tensor, keys: Tensor) -> Tensor:
     """Return e_ij = √(Σ_d relu(a_id + c_jd)² + 1e-6) / √D as [B, H, I, J]."""
-    squares = summed_over_features(queries, keys, _squared_positive_part)
-    return (squares + 1e-6).sqrt() / math.sqrt(queries.shape[-1])
+    if torch.is_grad_enabled() and (queries.requires_grad or keys.requires_grad):
+        norms: Tensor = PositiveNorms.apply(queries, keys)
+    else:
+        norms = (summed_over_features(queries, keys, lambda pairs, _: pairs.relu_().square_()) + 1e-6).sqrt()
+    return norms / math.sqrt(queries.shape[-1])
+
+
+class PositiveNorms(torch.autograd.Function):
+    """√(Σ_d relu(a_id + c_jd)² + 1e-6) of all pairs, with the backward pass written out.
+
+    Its gradient is relu(a + c) over the norm, summed over keys or queries: two products with what the forward pass has
+    anyway, where autograd would keep and read three tensors of [B, H, I, J, D]. Meant for the lengths that are trained
+    on; one tensor of that size is kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return [B, H, I, J] of queries [B, H, I, D] and keys [B, H, J, D]."""
+        pairs = (queries.unsqueeze(-2) + keys.unsqueeze(-3)).relu_()
+        norms = (pairs.unsqueeze(-2) @ pairs.unsqueeze(-1)).squeeze(-1).squeeze(-1).add_(1e-6).sqrt_()
+        ctx.save_for_backward(pairs, norms)
+        return norms
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of queries and keys."""
+        pairs, norms = ctx.saved_tensors
+        shares = (gradients[0] / norms).unsqueeze(-1)  # [B, H, I, J, 1]
+        of_queries = (pairs.mT @ shares).squeeze(-1)
+        of_keys = (pairs.transpose(2, 3).mT @ shares.transpose(2, 3)).squeeze(-1)
+        return of_queries, of_keys
 
 
 class Scores(nn.Module):

@@ -30,9 +30,14 @@ def save_checkpoint(
     """Write a model so that a crash leaves either the old folder or the new one; ``force`` allows an old one."""
     with replaced_folder(Path(folder), force=force) as new:
         (new / CONFIG).write_text(model.config.to_json())
-        save_file({name: tensor.detach().contiguous() for name, tensor in stored_tensors(model).items()}, new / WEIGHTS)
+        save_weights(model, new / WEIGHTS)
         if tokenizer is not None:
             shutil.copyfile(tokenizer, new / TOKENIZER)
+
+
+def save_weights(model: ReferenceModel, path: Path) -> None:
+    """Write a model's tensors, each once."""
+    save_file({name: tensor.detach().contiguous() for name, tensor in stored_tensors(model).items()}, path)
 
 
 def load_checkpoint(folder: str | Path) -> ReferenceModel:

@@ -39,9 +39,9 @@ def random_model(config: ModelConfig, seed: int = 0) -> ReferenceModel:
             if isinstance(module, nn.LayerNorm):
                 module.weight.add_(1)
             if isinstance(module, FeatureMap) and module.has_projection:
-                module.projection.copy_(_projection(module, _generator(seed, name)))
+                module.projection.copy_(drawn_projection(module, _generator(seed, name)))
         _strengthen_cross_attention(model)
-        gains = _last_norm(model).weight
+        gains = last_norm(model).weight
         gains.copy_(torch.randint(0, 2, gains.shape, generator=_generator(seed, "last norm")) * 2 - 1)
         _centre(model, _generator(seed, "centre"))
     return model
@@ -70,7 +70,7 @@ def _centre(model: ReferenceModel, generator: torch.Generator) -> None:
         target = torch.full_like(target, config.bos_id)
     memory = model.encode(source, torch.ones_like(source, dtype=torch.bool))
     decoded, _ = model.decode(target, model.stateless(), memory)
-    last = model.head.out if isinstance(model.head, MlpHead) else _last_norm(model)
+    last = model.head.out if isinstance(model.head, MlpHead) else last_norm(model)
     last.bias.sub_(_on_grid(decoded.hidden.mean((0, 1))))
     if model.length is not None and memory.length_logits is not None:
         model.length.bias.sub_(_on_grid(memory.length_logits.mean(0)))
@@ -85,13 +85,14 @@ def _generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
 
 
-def _last_norm(model: ReferenceModel) -> nn.LayerNorm:
+def last_norm(model: ReferenceModel) -> nn.LayerNorm:
+    """Return the norm whose output the head or the output matrix reads."""
     if model.decoder.norm is not None:
         return model.decoder.norm
     return model.decoder.stack()[-1].ffn.residual.norm
 
 
-def _projection(features: FeatureMap, generator: torch.Generator) -> Tensor:
+def drawn_projection(features: FeatureMap, generator: torch.Generator) -> Tensor:
     """Return W [H, m, D]: normal, and for a performer with orthogonal rows of the same lengths as normal ones."""
     drawn = torch.randn(features.projection.shape, generator=generator)
     if features.kind != "performer":

@@ -1,0 +1,1 @@
+"""Training of the reference models on pairs of texts."""

@@ -1,0 +1,86 @@
+"""What training minimises: token loss, the length loss of parallel models, attention far from the diagonal."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fatdeploy.export.reference.decoder import Memory
+from fatdeploy.export.reference.model import Decoded, ReferenceModel
+from fatdeploy.export.training.batches import NOTHING, Batch
+
+LENGTH_WEIGHT = 0.1
+# Width of the band around the diagonal in which attention costs little, as a share of both lengths.
+DIAGONAL_WIDTH = 0.2
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The sum of what is minimised, and the plain token loss in nats that reports speak of."""
+
+    total: Tensor
+    tokens: Tensor
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Which losses there are and how they are weighed."""
+
+    label_smoothing: float = 0.0
+    guided_attention: float = 0.0
+
+    def losses(self, model: ReferenceModel, batch: Batch, own_words: float = 0.0) -> Losses:
+        """Return the losses of a batch; ``own_words`` is the share of tokens read that are the model's own."""
+        memory = model.encode(batch.source, batch.source_mask)
+        read = batch.target_in
+        if own_words > 0 and not model.config.parallel:
+            read = with_own_words(model, batch, memory, own_words)
+        guided = model.config.decoder_layers - 1 if self.guided_attention > 0 else None
+        decoded, _ = model.decode(read, model.stateless(), memory, weights_of=guided)
+        logits = model.logits(decoded, memory).flatten(0, 1)
+        said = batch.target_out.flatten()
+        tokens = functional.cross_entropy(logits, said, ignore_index=NOTHING)
+        total = tokens
+        if self.label_smoothing > 0:
+            total = functional.cross_entropy(
+                logits, said, ignore_index=NOTHING, label_smoothing=self.label_smoothing
+            )
+        if memory.length_logits is not None:
+            total = total + LENGTH_WEIGHT * functional.cross_entropy(memory.length_logits, batch.lengths - 1)
+        if guided is not None and guided in decoded.weights:
+            total = total + self.guided_attention * far_attention(decoded, guided, batch)
+        return Losses(total, tokens.detach())
+
+
+def with_own_words(model: ReferenceModel, batch: Batch, memory: Memory, share: float) -> Tensor:
+    """Return the tokens to read, a share of them replaced by what the model says there (parallel scheduled sampling).
+
+    The model reads the true target once, for all positions at the same time, and its best token at each takes the place
+    of the true one that follows.
+    """
+    with torch.no_grad():
+        decoded, _ = model.decode(batch.target_in, model.stateless(), memory)
+        own = model.logits(decoded, memory).argmax(-1)[:, :-1]
+    read = batch.target_in.clone()
+    # The first token is BOS, and padding stays padding.
+    replaced = (torch.rand(own.shape) < share) & (read[:, 1:] != model.config.pad_id)
+    read[:, 1:] = torch.where(replaced, own, read[:, 1:])
+    return read
+
+
+def far_attention(decoded: Decoded, layer: int, batch: Batch) -> Tensor:
+    """Return how much of a layer's cross-attention [B, H, T, S] looks far from the diagonal (guided attention loss)."""
+    weights = decoded.weights[layer]
+    at_source = _shares(batch.source_mask)  # [B, S]
+    at_target = _shares(batch.learned)  # [B, T]
+    distance = at_target[:, :, None] - at_source[:, None, :]
+    cost = 1 - torch.exp(-distance.square() / (2 * DIAGONAL_WIDTH**2))
+    real = (batch.learned[:, :, None] & batch.source_mask[:, None, :])[:, None]  # [B, 1, T, S]
+    # Weights of the tanh forms may be negative.
+    return (weights.abs() * cost[:, None] * real).sum() / (batch.learned.sum() * weights.shape[1])
+
+
+def _shares(real: Tensor) -> Tensor:
+    """Return where each position [B, L] stands in its row, from 0 to 1."""
+    return torch.arange(real.shape[1]) / (real.sum(1, keepdim=True) - 1).clamp(min=1)

@@ -1,0 +1,79 @@
+"""What a killed training goes on from: one file with weights, optimiser and random state, replaced as a whole."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.optim import AdamW
+
+from fatdeploy.errors import CheckpointError
+from fatdeploy.export.reference.checkpoint import stored_tensors
+from fatdeploy.export.reference.model import ReferenceModel
+
+STATE = "state.safetensors"
+_RECORD, _RANDOM = "record", "random"
+
+
+def replaced_file(path: Path, write: Callable[[Path], None]) -> None:
+    """Write a file beside the one of that name, then put it in its place: a crash leaves the old one or the new one."""
+    new = path.with_name(f".{path.name}.new")
+    try:
+        write(new)
+        with new.open("rb") as file:
+            os.fsync(file.fileno())
+        new.replace(path)
+    except (OSError, SafetensorError) as error:
+        new.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"cannot write {path}: {error}; what was saved before is untouched. Make room or choose another folder, "
+            "then train again with --resume"
+        ) from error
+
+
+def save_state(path: Path, model: ReferenceModel, optimiser: AdamW, record: dict[str, Any]) -> None:
+    """Write all that the next step depends on; ``record`` is JSON."""
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in stored_tensors(model).items()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for parameter, state in optimiser.state.items():
+        tensors |= {f"{kind}.{names[id(parameter)]}": tensor for kind, tensor in state.items()}
+    tensors[_RANDOM] = torch.get_rng_state()
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    replaced_file(path, lambda new: save_file(whole, new, metadata={_RECORD: json.dumps(record)}))
+
+
+def load_record(path: Path) -> dict[str, Any]:
+    """Return what was recorded with a state."""
+    record: dict[str, Any] = _read(path)[1]
+    return record
+
+
+def load_state(path: Path, model: ReferenceModel, optimiser: AdamW) -> dict[str, Any]:
+    """Put a saved state into model, optimiser and torch's random generator; return its record."""
+    tensors, record = _read(path)
+    try:
+        with torch.no_grad():
+            for name, tensor in stored_tensors(model).items():
+                tensor.copy_(tensors[f"model.{name}"])
+        for name, parameter in model.named_parameters():
+            kinds = ("step", "exp_avg", "exp_avg_sq")
+            if f"step.{name}" in tensors:
+                optimiser.state[parameter] = {kind: tensors[f"{kind}.{name}"] for kind in kinds}
+        torch.set_rng_state(tensors[_RANDOM])
+    except (KeyError, RuntimeError) as error:
+        raise CheckpointError(f"{path} is not the state of this training ({error}); train anew with --force") from error
+    return record
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            record: dict[str, Any] = json.loads((file.metadata() or {})[_RECORD])
+            return {name: file.get_tensor(name) for name in file.keys()}, record  # noqa: SIM118 - not a mapping
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; train anew with --force") from error

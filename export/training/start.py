@@ -1,0 +1,46 @@
+"""Weights that training begins with."""
+
+import math
+
+import torch
+from torch import nn
+
+from fatdeploy.export.reference.attention import FeatureMap
+from fatdeploy.export.reference.config import ModelConfig
+from fatdeploy.export.reference.model import ReferenceModel
+from fatdeploy.export.reference.weights import drawn_projection, last_norm
+
+# Added to scores: none of a pair of positions, of a distance or of a head is preferred before anything is learned.
+_ZERO = ("position_scores", "head_bias", "relative.weights")
+# Of the last norm with a tied output matrix: larger logits than these begin with a loss far above that of a guess.
+_LAST_GAIN = 0.25
+
+
+def untrained_model(config: ModelConfig, seed: int = 0) -> ReferenceModel:
+    """Return a model with seeded weights that learn well."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = ReferenceModel(config)
+        _draw(model)
+    return model
+
+
+@torch.no_grad()
+def _draw(model: ReferenceModel) -> None:
+    inside = set()
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Conv1d):
+            nn.init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                module.bias.zero_()
+        elif isinstance(module, nn.Embedding):
+            module.weight.normal_(0, 1 / math.sqrt(model.config.width))
+        elif isinstance(module, FeatureMap) and module.has_projection:
+            module.projection.copy_(drawn_projection(module, torch.Generator().manual_seed(torch.initial_seed())))
+        if isinstance(module, nn.Linear | nn.Conv1d | nn.Embedding | nn.LayerNorm):
+            inside |= {id(parameter) for parameter in module.parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in inside:
+            parameter.normal_(0, 0.0 if name.endswith(_ZERO) else 1 / math.sqrt(parameter.shape[-1]))
+    if model.config.tie_embeddings and model.config.scale_embeddings:
+        last_norm(model).weight.fill_(_LAST_GAIN)
