@@ -38,7 +38,7 @@ from fatdeploy.export.simplify import Arrays, simplified
 from fatdeploy.export.trace import traced_decoder, traced_encoder
 from fatdeploy.folders import replaced_folder
 from fatdeploy.runtimes.engine import Want
-from fatdeploy.runtimes.text import Tokenizer
+from fatdeploy.runtimes.text import tokenizer_from_file
 from fatdeploy.runtimes.verify import write_probes
 from fatdeploy.spec import ModelSpec, TensorSpec
 
@@ -101,7 +101,7 @@ def write_bundle(
 def _check_tokenizer(path: Path, spec: ModelSpec) -> None:
     """Raise, before anything is traced, for a tokenizer that a device could not use."""
     try:
-        known = Tokenizer(path).n_tokens
+        known = tokenizer_from_file(path).n_tokens
     except BundleError as error:
         raise CheckpointError(f"{path} is no tokenizer in the format of the tokenizers package: {error}") from error
     if known > spec.vocab_size:

@@ -25,7 +25,7 @@ from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.runtimes.ort_sessions import Provider, onnxruntime_module
 from fatdeploy.runtimes.stops import cut_text
 from fatdeploy.runtimes.streaming import Stream
-from fatdeploy.runtimes.text import Encoded, Tokenizer
+from fatdeploy.runtimes.text import Encoded, Tokenizer, tokenizer_from_file
 from fatdeploy.spec import ModelSpec, Tokens
 
 Source = str | Sequence[int] | Tokens
@@ -199,8 +199,8 @@ class Model:
     def _needed_tokenizer(self) -> Tokenizer:
         if TOKENIZER not in self.bundle.manifest.files:
             raise ConfigError(f"{self.bundle.path} has no {TOKENIZER}: pass token ids, not text (fatdeploy run --ids)")
-        # Without the package there is none; asking again says what to install.
-        return self._tokenizer or Tokenizer(self.bundle.file(TOKENIZER))
+        # Without the package there may be none; asking again says what to install.
+        return self._tokenizer or tokenizer_from_file(self.bundle.file(TOKENIZER))
 
 
 class Given(NamedTuple):
@@ -236,7 +236,7 @@ def _tokenizer_of(bundle: Bundle) -> Tokenizer | None:
     if TOKENIZER not in bundle.manifest.files:
         return None
     try:
-        tokenizer = Tokenizer(bundle.file(TOKENIZER))
+        tokenizer = tokenizer_from_file(bundle.file(TOKENIZER))
     except BackendUnavailable as error:
         log.info("%s", error)
         return None

@@ -1,16 +1,17 @@
-"""Text to tokens and back, as a bundle's tokenizer.json says; the package that reads it is imported on use."""
+"""Text to tokens and back, as a bundle's tokenizer.json says; the package that some kinds need is imported on use."""
 
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fatdeploy.errors import BackendUnavailable, BundleError, SpecMismatch
+from fatdeploy.runtimes.tokenizer_files import SPECIAL, UNK, TokenizerFile, file_from_json, is_unicode
 
 
 @dataclass(frozen=True)
@@ -28,19 +29,88 @@ class Encoded:
         return np.concatenate([self.ids[: most - closing], self.ids[len(self.ids) - closing :]])
 
 
-class Tokenizer:
+class Tokenizer(Protocol):
     """Reads and writes the text of one bundle."""
 
-    def __init__(self, path: Path) -> None:
+    @property
+    def n_tokens(self) -> int:
+        """How many tokens it knows."""
+
+    def encoded(self, text: str) -> Encoded:
+        """Return a text's tokens, with the special ones around it that the model was trained with."""
+
+    def text(self, tokens: ArrayLike) -> str:
+        """Return what tokens say, special ones left out."""
+
+    def plain_ids(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a part of a text: none are put around it."""
+
+    def n_certain(self, tokens: Sequence[int]) -> int:
+        """Return how many tokens, from the first, have said what they say whatever follows them."""
+
+
+def tokenizer_from_file(path: Path) -> Tokenizer:
+    """Return the tokenizer of a file; characters and symbols of ours need no package, all others do."""
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, error) from error
+    return tokenizer_from_json(content, path)
+
+
+def tokenizer_from_json(content: str, path: Path) -> Tokenizer:
+    """Return the tokenizer that the content of a file describes; errors name the file."""
+    own = file_from_json(content)
+    if own is None or own.kind == "bpe":
+        return PackageTokenizer(content, path)
+    return CharacterTokenizer(own)
+
+
+class CharacterTokenizer:
+    """Reads a text character by character, and writes characters or symbols with blanks between them."""
+
+    def __init__(self, file: TokenizerFile) -> None:
+        self.n_tokens = len(file.tokens)
+        self._ids = {token: index for index, token in enumerate(file.tokens)}
+        self._unknown = self._ids[UNK]
+        special = SPECIAL[file.kind]
+        self._written = {index: token for token, index in self._ids.items() if token not in special}
+        self._between = " " if file.kind == "symbols" else ""
+
+    def encoded(self, text: str) -> Encoded:
+        """Return a token for each character; none are around them."""
+        return Encoded(np.array(self.plain_ids(text), np.int64))
+
+    def text(self, tokens: ArrayLike) -> str:
+        """Return what tokens say, special ones left out."""
+        written = self._written
+        return self._between.join(written[one] for one in np.asarray(tokens, np.int64).tolist() if one in written)
+
+    def plain_ids(self, text: str) -> tuple[int, ...]:
+        """Return a token for each character."""
+        if not is_unicode(text):
+            raise _not_unicode(text)
+        return tuple(self._ids.get(character, self._unknown) for character in text)
+
+    def n_certain(self, tokens: Sequence[int]) -> int:
+        """Return how many tokens there are: what one says does not depend on others."""
+        return len(tokens)
+
+
+class PackageTokenizer:
+    """What the tokenizers package makes of a file."""
+
+    def __init__(self, content: str, path: Path) -> None:
         try:
             tokenizers = importlib.import_module("tokenizers")
         except ImportError as error:
-            raise BackendUnavailable(f"text needs tokenizers ({error}): pip install 'fatdeploy[text]'") from error
+            raise BackendUnavailable(
+                f"text of {path} needs tokenizers ({error}): pip install 'fatdeploy[text]'"
+            ) from error
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            self._tokenizer = tokenizers.Tokenizer.from_str(content)
         except Exception as error:  # the package raises nothing more special
-            reason = " ".join(str(error).split())
-            raise BundleError(f"cannot read {path}: {reason}; export the bundle again") from error
+            raise _unreadable(path, error) from error
         # What the file says of these would drop tokens without a word, or add some.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -85,4 +155,12 @@ class Tokenizer:
         try:
             return self._tokenizer.encode(text, add_special_tokens=special)
         except TypeError as error:  # what no UTF-8 can say
-            raise SpecMismatch(f"a text must be valid Unicode, found {text[:40]!r}") from error
+            raise _not_unicode(text) from error
+
+
+def _unreadable(path: Path, error: Exception) -> BundleError:
+    return BundleError(f"cannot read {path}: {' '.join(str(error).split())}; export the bundle again")
+
+
+def _not_unicode(text: str) -> SpecMismatch:
+    return SpecMismatch(f"a text must be valid Unicode, found {text[:40]!r}")

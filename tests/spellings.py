@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as Written
 from tokenizers import decoders, models, pre_tokenizers
 
-from fatdeploy.runtimes.text import Tokenizer
+from fatdeploy.runtimes.text import PackageTokenizer, tokenizer_from_file
 
 SPECIAL = ["<pad>", "<bos>", "<eos>"]
 # As byte-level BPE spells bytes: each has a printable character of its own.
@@ -50,7 +50,7 @@ KINDS: dict[str, tuple[list[str], decoders.Decoder | None]] = {
 }
 
 
-def tokenizer_of(tokens: Iterable[str], decoder: decoders.Decoder | None, folder: Path) -> Tokenizer:
+def tokenizer_of(tokens: Iterable[str], decoder: decoders.Decoder | None, folder: Path) -> PackageTokenizer:
     """Return a tokenizer with these tokens after the special ones, read from a file as a bundle's is."""
     vocabulary = dict.fromkeys([*SPECIAL, *tokens])
     written = Written(models.WordLevel({token: index for index, token in enumerate(vocabulary)}, unk_token="<pad>"))
@@ -58,10 +58,12 @@ def tokenizer_of(tokens: Iterable[str], decoder: decoders.Decoder | None, folder
     if decoder is not None:
         written.decoder = decoder
     written.save(str(folder / "tokenizer.json"))
-    return Tokenizer(folder / "tokenizer.json")
+    read = tokenizer_from_file(folder / "tokenizer.json")
+    assert isinstance(read, PackageTokenizer)
+    return read
 
 
-def ids_of(tokenizer: Tokenizer, tokens: Iterable[str]) -> tuple[int, ...]:
+def ids_of(tokenizer: PackageTokenizer, tokens: Iterable[str]) -> tuple[int, ...]:
     """Return the ids of tokens by their spelling."""
     ids = tuple(tokenizer._tokenizer.token_to_id(token) for token in tokens)
     assert None not in ids

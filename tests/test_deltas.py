@@ -13,19 +13,19 @@ from tokenizers import decoders
 from fatdeploy.runtimes.deltas import REPLACEMENT, Deltas
 from fatdeploy.runtimes.hypothesis import Hypothesis
 from fatdeploy.runtimes.stops import cut_text
-from fatdeploy.runtimes.text import Tokenizer
+from fatdeploy.runtimes.text import PackageTokenizer
 from tests.spellings import KINDS, byte_level_spelling, byte_spelling, ids_of, tokenizer_of
 
 Stops = Sequence[Sequence[int] | str]
 
 
 @cache
-def tokenizer_named(kind: str) -> Tokenizer:
+def tokenizer_named(kind: str) -> PackageTokenizer:
     with TemporaryDirectory() as folder:
         return tokenizer_of(*KINDS[kind], Path(folder))
 
 
-def pieces(tokenizer: Tokenizer, tokens: Sequence[int], stops: Sequence[str] = ()) -> list[str]:
+def pieces(tokenizer: PackageTokenizer, tokens: Sequence[int], stops: Sequence[str] = ()) -> list[str]:
     """Return the texts of a target that grows by a token a time, until it says a stop text."""
     deltas = Deltas(stops, tokenizer)
     told = []

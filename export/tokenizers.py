@@ -1,0 +1,149 @@
+"""Vocabularies from training pairs: characters, symbols or byte-level BPE, ids in the order of frequency."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from fatdeploy.errors import CheckpointError, ConfigError, in_one_line
+from fatdeploy.runtimes.text import tokenizer_from_json
+from fatdeploy.runtimes.tokenizer_files import SPECIAL, Kind, TokenizerFile, file_from_json, is_unicode
+
+Pairs = Sequence[tuple[str, str]]
+
+BPE_TOKENS = 8000
+N_BYTES = 256
+# What was seen once is no pattern, and its token would be trained once an epoch.
+LEAST_SEEN = 2
+
+
+class TextCoder:
+    """Texts of pairs as tokens and back, exactly as a device reads and writes them."""
+
+    pad_id, bos_id, eos_id = 0, 1, 2
+
+    def __init__(self, file: TokenizerFile) -> None:
+        self.kind: Kind = file.kind
+        self.n_tokens = len(file.tokens)
+        self.unk_id = None if file.kind == "bpe" else 3
+        self._content = file.to_json()
+        self._tokenizer = tokenizer_from_json(self._content, Path("tokenizer.json"))
+        special = SPECIAL[file.kind]
+        self._ids = {token: index for index, token in enumerate(file.tokens) if index >= len(special)}
+
+    def source_ids(self, text: str) -> list[int]:
+        """Return the tokens of a source; none are around them."""
+        return list(self._tokenizer.plain_ids(text))
+
+    def target_ids(self, text: str) -> list[int]:
+        """Return the tokens of a target, without BOS and EOS."""
+        if self.unk_id is None or self.kind != "symbols":
+            return self.source_ids(text)
+        return [self._ids.get(symbol, self.unk_id) for symbol in text.split()]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return what tokens of a target say, special ones left out."""
+        return self._tokenizer.text(ids)
+
+    def unknown(self, pairs: Pairs) -> Counter[str]:
+        """Return how often pairs say what has no token; every text of BPE has some."""
+        if self.kind == "bpe":
+            return Counter()
+        sources, targets = _counted(pairs, self.kind)
+        return Counter({token: count for token, count in (sources + targets).items() if token not in self._ids})
+
+    def save(self, path: Path) -> None:
+        """Write tokenizer.json, in the format of the tokenizers package."""
+        path.write_text(self._content, encoding="utf-8", newline="\n")
+
+
+def built_tokenizer(pairs: Pairs, kind: Kind, *, vocab_size: int | None = None) -> TextCoder:
+    """Return a tokenizer for sources and targets alike; the same pairs give the same file, byte for byte.
+
+    A token's id is its rank: special tokens are the first, then come the most frequent ones of the targets, those of
+    the sources, and tokens that are equally frequent by their spelling. Only BPE has a ``vocab_size``, at most so many
+    tokens; the others have all that occur in the pairs.
+    """
+    _check_wanted(pairs, kind, vocab_size)
+    if kind == "bpe":
+        return TextCoder(_learned(pairs, vocab_size or BPE_TOKENS))
+    sources, targets = _counted(pairs, kind)
+    tokens = _ranked(sources.keys() | targets.keys(), sources, targets)
+    return TextCoder(TokenizerFile(kind, (*SPECIAL[kind], *tokens)))
+
+
+def loaded_tokenizer(path: Path) -> TextCoder:
+    """Return the tokenizer of a file that ``TextCoder.save`` wrote."""
+    try:
+        file = file_from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; train again to get a new one") from error
+    if file is None:
+        raise CheckpointError(f"{path} is no tokenizer of fatdeploy train: characters, symbols or bpe; is it whole?")
+    return TextCoder(file)
+
+
+def _check_wanted(pairs: Pairs, kind: Kind, vocab_size: int | None) -> None:
+    reasons = []
+    if not pairs:
+        reasons.append("there are no pairs")
+    if vocab_size is not None and kind != "bpe":
+        reasons.append(f"vocab_size goes with bpe, {kind} keep all that occur; leave it out")
+    least = N_BYTES + len(SPECIAL["bpe"])
+    if vocab_size is not None and kind == "bpe" and vocab_size < least:
+        reasons.append(f"vocab_size must be at least {least}, one for each byte and special token, found {vocab_size}")
+    broken = [number for number, pair in enumerate(pairs) if not all(map(is_unicode, pair))]
+    if broken:
+        reasons.append(f"texts must be valid Unicode, those of pairs {_some(broken)} are not")
+    if kind == "symbols":
+        taken = {symbol for _, target in pairs for symbol in target.split() if symbol in SPECIAL[kind]}
+        reasons += [f"the symbol {symbol} is the name of a special token; rename it" for symbol in sorted(taken)]
+    if reasons:
+        raise ConfigError(in_one_line("no tokenizer", reasons))
+
+
+def _some(numbers: Sequence[int], most: int = 5) -> str:
+    """Return the first of many numbers."""
+    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
+    return ", ".join(map(str, numbers[:most])) + more
+
+
+def _counted(pairs: Pairs, kind: Kind) -> tuple[Counter[str], Counter[str]]:
+    """Return how often each character or symbol occurs in the sources, and in the targets."""
+    sources: Counter[str] = Counter()
+    targets: Counter[str] = Counter()
+    for source, target in pairs:
+        sources.update(source)
+        targets.update(target.split() if kind == "symbols" else target)
+    return sources, targets
+
+
+def _ranked(tokens: Iterable[str], sources: Counter[str], targets: Counter[str]) -> list[str]:
+    return sorted(tokens, key=lambda token: (-targets[token], -sources[token], token))
+
+
+def _learned(pairs: Pairs, vocab_size: int) -> TokenizerFile:
+    """Return byte-level BPE learned on both sides, its ids by rank; merges name strings, so that ids are free."""
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(SPECIAL["bpe"]),
+        min_frequency=LEAST_SEEN,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    learner.train_from_iterator((text for pair in pairs for text in pair), trainer)
+    sources: Counter[str] = Counter()
+    targets: Counter[str] = Counter()
+    for source, target in pairs:
+        sources.update(learner.encode(source).tokens)
+        targets.update(learner.encode(target).tokens)
+    tokens = _ranked(learner.get_vocab(), sources, targets)
+    return TokenizerFile("bpe", (*SPECIAL["bpe"], *tokens), _merges_of(learner))
+
+
+def _merges_of(learner: Tokenizer) -> tuple[tuple[str, str], ...]:
+    """Return the merges in their order; the package tells them in its file alone."""
+    return tuple((left, right) for left, right in json.loads(learner.to_str())["model"]["merges"])
