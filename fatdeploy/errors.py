@@ -23,6 +23,10 @@ class BundleError(FatdeployError, OSError):
     """A bundle is missing, damaged or of a format that this version cannot read."""
 
 
+class DataError(FatdeployError, ValueError):
+    """A file of data has lines that cannot be used."""
+
+
 class BackendUnavailable(FatdeployError, ImportError):
     """What was asked for needs a package or a device that is not here."""
 

@@ -1,0 +1,81 @@
+"""Pairs to train with and to evaluate on: a file of lines, each a source, a TAB and a target."""
+
+from codecs import BOM_UTF8
+from dataclasses import dataclass
+from pathlib import Path
+
+from fatdeploy.errors import DataError, in_one_line
+
+FORM = "a line is a source, one TAB and a target, in UTF-8"
+
+# Bad lines that a message names; the others are counted.
+MOST_NAMED = 20
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A source and what should come of it."""
+
+    source: str
+    target: str
+
+
+def read_pairs(path: Path) -> list[Pair]:
+    """Return the pairs of a file, in order; if any of its lines is not a pair, all of these are told at once.
+
+    Nothing is stripped but the ends of lines (LF or CRLF) and a byte order mark at the start. A source may stand on
+    several lines.
+    """
+    lines = _lines(path)
+    pairs, wrong = [], []
+    for number, line in enumerate(lines, 1):
+        found = _pair(line)
+        if isinstance(found, Pair):
+            pairs.append(found)
+        else:
+            wrong.append(f"{found[0]} at line {number}{found[1]}")
+    if wrong:
+        more = len(wrong) - MOST_NAMED
+        named = wrong[:MOST_NAMED] + ([f"and {more} more"] if more > 0 else [])
+        raise DataError(
+            f"{in_one_line(f'{path}: {len(wrong)} of {len(lines)} lines cannot be used', named)}; {FORM}: mend or "
+            "remove them"
+        )
+    return pairs
+
+
+def _lines(path: Path) -> list[bytes]:
+    try:
+        data = path.read_bytes()
+    except IsADirectoryError as error:
+        raise DataError(f"{path} is a folder, expected a file of pairs: {FORM}") from error
+    except FileNotFoundError as error:
+        raise DataError(f"{path} does not exist, expected a file of pairs: {FORM}") from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    # Not splitlines: a form feed or a line separator may be part of a text.
+    lines = data.removeprefix(BOM_UTF8).split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    if not lines:
+        raise DataError(f"{path} is empty, expected a file of pairs: {FORM}")
+    return [line.removesuffix(b"\r") for line in lines]
+
+
+def _pair(line: bytes) -> Pair | tuple[str, str]:
+    """Return what a line holds, or what is wrong with it and a remark."""
+    if b"\0" in line:
+        # It would pass as UTF-8: in UTF-16 every second byte of plain English is one.
+        return "is not UTF-8", " (byte 0x00, as in UTF-16)"
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        return "is not UTF-8", f" (byte {line[error.start]:#04x})"
+    columns = text.split("\t")
+    if not text.strip():
+        return "is blank", ""
+    if len(columns) != 2:
+        return "has no TAB" if len(columns) == 1 else f"has {len(columns) - 1} TABs", ""
+    source, target = columns
+    empty = [name for name, column in {"source": source, "target": target}.items() if not column.strip()]
+    return (f"has an empty {empty[0]}", "") if empty else Pair(source, target)
