@@ -1,0 +1,64 @@
+"""How good a model in training is: the loss of validation pairs, and the errors of what it says by itself."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.reference.model import ReferenceModel
+from fatdeploy.export.tokenizers import TextCoder
+from fatdeploy.export.training.batches import IdPair, batch_of
+from fatdeploy.export.training.losses import Objective
+from fatdeploy.export.training.trainer import Score
+from fatdeploy.pairs import Pair
+from fatdeploy.runtimes.decode import decode
+from fatdeploy.runtimes.metrics import sequence_error_rate, token_error_rate
+from fatdeploy.runtimes.options import DecodeOptions
+
+BATCH = 256
+# A model that has not learned to end yet would talk to the last position of every source.
+LONGER_THAN_LONGEST = 1.5
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Pairs that nothing is learned from; a source may have several accepted targets."""
+
+    pairs: Sequence[Pair]
+    ids: Sequence[IdPair]
+    coder: TextCoder
+
+    def __call__(self, model: ReferenceModel) -> Score:
+        """Return the score of a model as it is."""
+        references: dict[tuple[int, ...], list[str]] = {}
+        for pair, ids in zip(self.pairs, self.ids, strict=True):
+            references.setdefault(tuple(ids.source), []).append(pair.target)
+        sources = sorted(references, key=len)
+        said = self._said(model, sources)
+        accepted = [references[source] for source in sources]
+        return Score(
+            loss=self._loss(model),
+            token_error_rate=token_error_rate(said, accepted).value,
+            sequence_error_rate=sequence_error_rate(said, accepted).value,
+        )
+
+    def _said(self, model: ReferenceModel, sources: list[tuple[int, ...]]) -> list[str]:
+        longest = int(LONGER_THAN_LONGEST * max(len(ids.target) for ids in self.ids)) + 2
+        options = DecodeOptions(max_new_tokens=min(longest, model.config.max_target))
+        if model.config.parallel:
+            options = DecodeOptions()
+        engine, found = EagerEngine(model), []
+        for start in range(0, len(sources), BATCH):
+            found += decode(engine, sources[start : start + BATCH], options)
+        return [self.coder.text(one.tokens) for one in found]
+
+    @torch.inference_mode()
+    def _loss(self, model: ReferenceModel) -> float:
+        by_length = sorted(self.ids, key=lambda ids: len(ids.source))
+        total, count = 0.0, 0
+        for start in range(0, len(by_length), BATCH):
+            batch = batch_of(by_length[start : start + BATCH], model.config)
+            total += float(Objective().losses(model, batch).tokens) * batch.n_tokens
+            count += batch.n_tokens
+        return total / count
