@@ -19,6 +19,7 @@ COMMANDS = {
     "inspect": "fatdeploy.runtimes.commands",
     "presets": "fatdeploy.export.commands",
     "run": "fatdeploy.runtimes.run_command",
+    "train": "fatdeploy.export.train_command",
     "verify": "fatdeploy.runtimes.commands",
 }
 

@@ -59,7 +59,9 @@ def batch_of(pairs: Sequence[IdPair], config: ModelConfig) -> Batch:
         return Batch(source, mask, read, said, lengths)
     if config.length == "head":
         said = _padded(targets, NOTHING)
-        return Batch(source, mask, said.new_full(said.shape, config.pad_id).where(said < 0, config.bos_id), said, lengths)
+        return Batch(
+            source, mask, said.new_full(said.shape, config.pad_id).where(said < 0, config.bos_id), said, lengths
+        )
     said = _padded([[*target, config.eos_id] for target in targets], NOTHING, config.max_target)
     return Batch(source, mask, torch.full_like(said, config.bos_id), said, lengths)
 

@@ -72,8 +72,9 @@ def id_pairs(pairs: Sequence[Pair], coder: TextCoder, config: ModelConfig, name:
     ]
     if wrong:
         named = wrong[:MOST_NAMED] + ([f"and {len(wrong) - MOST_NAMED} more"] if len(wrong) > MOST_NAMED else [])
+        room = f"a source has 1…{most['source']} tokens and a target 1…{most['target']}"
         raise ConfigError(
-            f"{in_one_line(f'{name}: {len(wrong)} texts do not fit, sources have 1…{most["source"]} tokens and '
-                           f'targets 1…{most["target"]}', named)}; remove them, or raise max_source, max_target (--set)"
+            f"{in_one_line(f'{name}: {len(wrong)} texts do not fit', named)}; {room}: remove them, or raise the limits "
+            "with --set max_source=N, --set max_target=N"
         )
     return ids

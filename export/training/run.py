@@ -1,0 +1,160 @@
+"""A training from its files to its checkpoint: what is read, checked and written around the loop."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fatdeploy.errors import CheckpointError, ConfigError, in_one_line
+from fatdeploy.export.reference.checkpoint import CONFIG, TOKENIZER, WEIGHTS, load_checkpoint, save_weights
+from fatdeploy.export.reference.config import ModelConfig
+from fatdeploy.export.reference.presets import config_from_preset
+from fatdeploy.export.tokenizers import TextCoder, built_tokenizer
+from fatdeploy.export.training.curve import curve_svg
+from fatdeploy.export.training.data import Parts, id_pairs
+from fatdeploy.export.training.resume import STATE, load_record, replaced_file
+from fatdeploy.export.training.settings import TrainSettings
+from fatdeploy.export.training.start import untrained_model
+from fatdeploy.export.training.trainer import Epoch, Score, Step, Trainer, set_threshold
+from fatdeploy.export.training.validation import Validation
+from fatdeploy.machine import this_machine
+from fatdeploy.runtimes.tokenizer_files import Kind
+
+REPORT, CURVE = "training.json", "curve.svg"
+# Thresholds of the hybrid forward pass that are tried, and how much a lower one may cost in points of error.
+THRESHOLDS = tuple(step / 20 for step in range(21))
+THRESHOLD_COST = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to train: a preset with changes, on which pairs, with which tokenizer and settings."""
+
+    preset: str
+    changes: dict[str, Any]
+    tokenizer: Kind
+    vocab_size: int | None
+    settings: TrainSettings
+
+    def config(self, coder: TextCoder) -> ModelConfig:
+        """Return the configuration of the model; its vocabulary is the tokenizer's."""
+        fixed = {"vocab_size": coder.n_tokens, "pad_id": coder.pad_id, "bos_id": coder.bos_id, "eos_id": coder.eos_id}
+        wrong = [f"{name}: follows from the tokenizer" for name in self.changes if name in fixed]
+        if wrong:
+            raise ConfigError(in_one_line("configuration refused", wrong))
+        config = config_from_preset(self.preset, **self.changes, **fixed)
+        if self.settings.draw_threshold and not config.hybrid:
+            raise ConfigError(f"--draw-threshold needs a hybrid model, {self.preset} is none")
+        return config
+
+
+class Training:
+    """One training in a folder: new, or going on from where an earlier one was stopped."""
+
+    def __init__(self, plan: Plan, parts: Parts, folder: Path, *, resume: bool) -> None:
+        self.folder, self._plan, self._parts = folder, plan, parts
+        self.coder = built_tokenizer(
+            [(pair.source, pair.target) for pair in parts.train], plan.tokenizer, vocab_size=plan.vocab_size
+        )
+        self.config = plan.config(self.coder)
+        ids = id_pairs(parts.train, self.coder, self.config, "training pairs")
+        apart = id_pairs(parts.validation, self.coder, self.config, "validation pairs")
+        self.validation = Validation(parts.validation, apart, self.coder)
+        model = untrained_model(self.config, plan.settings.seed)
+        self.trainer = Trainer(model, ids, plan.settings, folder, self.validation, self._identity())
+        if resume:
+            self._check_identity()
+            self.trainer.resume()
+        else:
+            self._begin()
+
+    def events(self) -> Iterator[Step | Epoch]:
+        """Train to the end, telling each step and epoch; the checkpoint is whole after every epoch."""
+        for event in self.trainer.events():
+            if isinstance(event, Epoch):
+                self._report()
+            yield event
+
+    def finish(self, tried: Callable[[float, Score], None] = lambda *_: None) -> Score:
+        """Choose the hybrid threshold if it was drawn, remove the state, and return the score of what is kept."""
+        best = self.trainer.progress.best
+        if best is None:
+            raise CheckpointError(f"{self.folder} has no finished epoch")
+        if self._plan.settings.draw_threshold:
+            best = self._choose_threshold(tried)
+        self._report(best)
+        (self.folder / STATE).unlink(missing_ok=True)
+        return best
+
+    def _choose_threshold(self, tried: Callable[[float, Score], None]) -> Score:
+        """Keep the lowest threshold that costs next to nothing on the validation pairs; they were all learned with."""
+        model = load_checkpoint(self.folder)
+        scores: dict[float, Score] = {}
+        seen: dict[bytes, Score] = {}
+        for threshold in (one for one in THRESHOLDS if one >= self.config.hybrid_threshold):
+            set_threshold(model, threshold)
+            kept = model.keep.numpy().tobytes()
+            # Ranks beyond the targets' tokens change nothing that is said.
+            scores[threshold] = seen.setdefault(kept, seen[kept] if kept in seen else self.validation(model))
+            tried(threshold, scores[threshold])
+        most = min(score.token_error_rate for score in scores.values()) + THRESHOLD_COST
+        chosen = min(threshold for threshold, score in scores.items() if score.token_error_rate <= most)
+        set_threshold(model, chosen)
+        self.config = replace(self.config, hybrid_threshold=chosen)
+        replaced_file(self.folder / WEIGHTS, lambda path: save_weights(model, path))
+        self._write_text(CONFIG, self.config.to_json())
+        return scores[chosen]
+
+    def _identity(self) -> dict[str, Any]:
+        """Return all that a state depends on."""
+        described = asdict(self._plan) | {"config": json.loads(self.config.to_json()), "pairs": self._parts.digest}
+        identity: dict[str, Any] = json.loads(json.dumps(described))
+        # More threads sum in another order, but that is for who resumes to decide.
+        identity["settings"].pop("threads")
+        return identity
+
+    def _check_identity(self) -> None:
+        path = self.folder / STATE
+        if not path.exists():
+            raise CheckpointError(f"{self.folder} has no {STATE} to resume from; train anew without --resume")
+        found, expected = load_record(path)["identity"], self._identity()
+        differing = [name for name in expected if found.get(name) != expected[name]]
+        if differing:
+            raise ConfigError(
+                f"{self.folder} was trained with other {', '.join(differing)}: give the same files and options, or "
+                "train anew with --force"
+            )
+
+    def _begin(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"cannot make the folder {self.folder}: {error}") from error
+        for name in (STATE, WEIGHTS, REPORT, CURVE):
+            (self.folder / name).unlink(missing_ok=True)
+        self._write_text(CONFIG, self.config.to_json())
+        replaced_file(self.folder / TOKENIZER, self.coder.save)
+
+    def _report(self, final: Score | None = None) -> None:
+        progress = self.trainer.progress
+        report = {
+            "preset": self._plan.preset,
+            "changes": self._plan.changes,
+            "settings": asdict(self._plan.settings),
+            "tokenizer": self._plan.tokenizer,
+            "parameters": sum(one.numel() for one in self.trainer.model.parameters()),
+            "pairs": {"train": len(self._parts.train), "validation": len(self._parts.validation)},
+            "pairs_sha256": self._parts.digest,
+            "epochs": [asdict(epoch) for epoch in progress.epochs],
+            "seconds": progress.seconds,
+            "final": None if final is None else {**asdict(final), "hybrid_threshold": self.config.hybrid_threshold},
+            "versions": {package: version(package) for package in ("fatdeploy", "torch")},
+            "machine": this_machine().as_dict(),
+        }
+        self._write_text(REPORT, json.dumps(report, indent=2) + "\n")
+        self._write_text(CURVE, curve_svg(progress.epochs))
+
+    def _write_text(self, name: str, text: str) -> None:
+        replaced_file(self.folder / name, lambda path: path.write_text(text, encoding="utf-8") and None)
