@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fatdeploy.export.training.trainer import Epoch, Score
 
 
-class Change(click.ParamType):
+class Change(click.ParamType[tuple[str, Any]]):
     """``name=value`` for a field of the configuration; the value is JSON, or text as it stands."""
 
     name = "name=value"

@@ -56,7 +56,7 @@ def summed_over_features(queries: Tensor, keys: Tensor, term: Callable[[Tensor, 
 def slow_scores(queries: Tensor, keys: Tensor) -> Tensor:
     """Return e_ij = √(Σ_d relu(a_id + c_jd)² + 1e-6) / √D as [B, H, I, J]."""
     if torch.is_grad_enabled() and (queries.requires_grad or keys.requires_grad):
-        norms: Tensor = PositiveNorms.apply(queries, keys)
+        norms: Tensor = PositiveNorms.apply(queries, keys)  # type: ignore[no-untyped-call]
     else:
         norms = (summed_over_features(queries, keys, lambda pairs, _: pairs.relu_().square_()) + 1e-6).sqrt()
     return norms / math.sqrt(queries.shape[-1])

@@ -20,7 +20,8 @@ def curve_svg(epochs: Sequence[Epoch]) -> str:
     tops = {name: _round_up(max(losses)) for name in columns}
     tops["token error rate"] = _round_up(max(columns["token error rate"]))
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+        'font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         *_axes(len(epochs), tops["training loss"], tops["token error rate"]),
     ]
@@ -49,8 +50,10 @@ def _axes(count: int, loss: float, rate: float) -> list[str]:
         y = _y(step / 4)
         parts.append(f'<text x="{left - 6}" y="{y + 4:.0f}" text-anchor="end">{loss * step / 4:.3g}</text>')
         parts.append(f'<text x="{right + 6}" y="{y + 4:.0f}">{rate * step / 4:.3g} %</text>')
-    for place in sorted({0, count // 2, count - 1}):
-        parts.append(f'<text x="{_x(place, count):.1f}" y="{bottom + 18}" text-anchor="middle">{place + 1}</text>')
+    parts += [
+        f'<text x="{_x(place, count):.1f}" y="{bottom + 18}" text-anchor="middle">{place + 1}</text>'
+        for place in sorted({0, count // 2, count - 1})
+    ]
     parts.append(f'<text x="{WIDTH / 2:.0f}" y="{bottom + 38}" text-anchor="middle">epoch</text>')
     return parts
 

@@ -20,7 +20,7 @@ STATE = "state.safetensors"
 _RECORD, _RANDOM = "record", "random"
 
 
-def replaced_file(path: Path, write: Callable[[Path], None]) -> None:
+def replaced_file(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file beside the one of that name, then put it in its place: a crash leaves the old one or the new one."""
     new = path.with_name(f".{path.name}.new")
     try:

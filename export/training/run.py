@@ -157,4 +157,4 @@ class Training:
         self._write_text(CURVE, curve_svg(progress.epochs))
 
     def _write_text(self, name: str, text: str) -> None:
-        replaced_file(self.folder / name, lambda path: path.write_text(text, encoding="utf-8") and None)
+        replaced_file(self.folder / name, lambda path: path.write_text(text, encoding="utf-8"))

@@ -148,7 +148,7 @@ class Trainer:
                 f"the loss is {loss} at step {progress.step + 1}: lower --learning-rate, or clip gradients (--clip 1)"
             )
         self._optimiser.zero_grad(set_to_none=True)
-        losses.total.backward()
+        losses.total.backward()  # type: ignore[no-untyped-call]
         if settings.clip > 0:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
         self._optimiser.step()
