@@ -11,6 +11,8 @@ from fatdeploy.errors import CheckpointError, ConfigError, in_one_line
 from fatdeploy.runtimes.text import tokenizer_from_json
 from fatdeploy.runtimes.tokenizer_files import SPECIAL, Kind, TokenizerFile, file_from_json, is_unicode
 
+__all__ = ["Kind", "TextCoder", "built_tokenizer", "loaded_tokenizer"]
+
 Pairs = Sequence[tuple[str, str]]
 
 BPE_TOKENS = 8000
@@ -30,18 +32,16 @@ class TextCoder:
         self.unk_id = None if file.kind == "bpe" else 3
         self._content = file.to_json()
         self._tokenizer = tokenizer_from_json(self._content, Path("tokenizer.json"))
-        special = SPECIAL[file.kind]
-        self._ids = {token: index for index, token in enumerate(file.tokens) if index >= len(special)}
+        self._known = frozenset(file.tokens[len(SPECIAL[file.kind]) :])
 
     def source_ids(self, text: str) -> list[int]:
         """Return the tokens of a source; none are around them."""
-        return list(self._tokenizer.plain_ids(text))
+        ids: list[int] = self._tokenizer.encoded(text).ids.tolist()
+        return ids
 
     def target_ids(self, text: str) -> list[int]:
         """Return the tokens of a target, without BOS and EOS."""
-        if self.unk_id is None or self.kind != "symbols":
-            return self.source_ids(text)
-        return [self._ids.get(symbol, self.unk_id) for symbol in text.split()]
+        return list(self._tokenizer.plain_ids(text))
 
     def text(self, ids: Sequence[int]) -> str:
         """Return what tokens of a target say, special ones left out."""
@@ -52,7 +52,7 @@ class TextCoder:
         if self.kind == "bpe":
             return Counter()
         sources, targets = _counted(pairs, self.kind)
-        return Counter({token: count for token, count in (sources + targets).items() if token not in self._ids})
+        return Counter({token: count for token, count in (sources + targets).items() if token not in self._known})
 
     def save(self, path: Path) -> None:
         """Write tokenizer.json, in the format of the tokenizers package."""
@@ -78,11 +78,11 @@ def loaded_tokenizer(path: Path) -> TextCoder:
     """Return the tokenizer of a file that ``TextCoder.save`` wrote."""
     try:
         file = file_from_json(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}; train again to get a new one") from error
-    if file is None:
-        raise CheckpointError(f"{path} is no tokenizer of fatdeploy train: characters, symbols or bpe; is it whole?")
-    return TextCoder(file)
+        if file is None:
+            raise ValueError("expected characters, symbols or bpe as fatdeploy train writes them")
+        return TextCoder(file)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read the tokenizer {path}: {error}; train again to get a new one") from error
 
 
 def _check_wanted(pairs: Pairs, kind: Kind, vocab_size: int | None) -> None:

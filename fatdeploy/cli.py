@@ -15,6 +15,7 @@ from fatdeploy.errors import FatdeployError
 COMMANDS = {
     "demo": "fatdeploy.export.commands",
     "doctor": "fatdeploy.runtimes.commands",
+    "eval": "fatdeploy.runtimes.eval_command",
     "export": "fatdeploy.export.commands",
     "inspect": "fatdeploy.runtimes.commands",
     "presets": "fatdeploy.export.commands",

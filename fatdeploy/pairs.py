@@ -1,6 +1,7 @@
 """Pairs to train with and to evaluate on: a file of lines, each a source, a TAB and a target."""
 
 from codecs import BOM_UTF8
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,13 +36,16 @@ def read_pairs(path: Path) -> list[Pair]:
         else:
             wrong.append(f"{found[0]} at line {number}{found[1]}")
     if wrong:
-        more = len(wrong) - MOST_NAMED
-        named = wrong[:MOST_NAMED] + ([f"and {more} more"] if more > 0 else [])
-        raise DataError(
-            f"{in_one_line(f'{path}: {len(wrong)} of {len(lines)} lines cannot be used', named)}; {FORM}: mend or "
-            "remove them"
-        )
+        raise error_of_lines(path, wrong, f"{len(lines)} lines")
     return pairs
+
+
+def error_of_lines(path: Path, wrong: Sequence[str], among: str, expected: str = FORM) -> DataError:
+    """Return the error that tells of lines which cannot be used, each a reason with its line's number."""
+    more = len(wrong) - MOST_NAMED
+    named = [*wrong[:MOST_NAMED], *([f"and {more} more"] if more > 0 else [])]
+    told = in_one_line(f"{path}: {len(wrong)} of {among} cannot be used", named)
+    return DataError(f"{told}; {expected}: mend or remove them")
 
 
 def _lines(path: Path) -> list[bytes]:

@@ -30,6 +30,7 @@ PACKAGES = (
     TENSORRT_RTX,
     CUDA_PYTHON,
     Package("tokenizers", "tokenizers", "text", "text in and out"),
+    Package("sacrebleu", "sacrebleu", "eval", "BLEU and chrF"),
     Package("torch", "torch", "export", "export: the original model"),
     Package("onnx", "onnx", "export", "export: write graphs"),
     Package("onnxscript", "onnxscript", "export", "export: trace graphs"),

@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
         """Return what tokens say, special ones left out."""
 
     def plain_ids(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a part of a text: none are put around it."""
+        """Return the tokens of a part of a target: none are put around it."""
 
     def n_certain(self, tokens: Sequence[int]) -> int:
         """Return how many tokens, from the first, have said what they say whatever follows them."""
@@ -60,41 +60,45 @@ def tokenizer_from_file(path: Path) -> Tokenizer:
 
 def tokenizer_from_json(content: str, path: Path) -> Tokenizer:
     """Return the tokenizer that the content of a file describes; errors name the file."""
-    own = file_from_json(content)
+    try:
+        own = file_from_json(content)
+    except ValueError as error:
+        raise _unreadable(path, error) from error
     if own is None or own.kind == "bpe":
         return PackageTokenizer(content, path)
     return CharacterTokenizer(own)
 
 
 class CharacterTokenizer:
-    """Reads a text character by character, and writes characters or symbols with blanks between them."""
+    """Reads sources character by character; targets are characters, too, or symbols with blanks between them."""
 
     def __init__(self, file: TokenizerFile) -> None:
         self.n_tokens = len(file.tokens)
-        self._ids = {token: index for index, token in enumerate(file.tokens)}
-        self._unknown = self._ids[UNK]
-        special = SPECIAL[file.kind]
-        self._written = {index: token for token, index in self._ids.items() if token not in special}
-        self._between = " " if file.kind == "symbols" else ""
+        self._unknown = file.tokens.index(UNK)
+        # Without the special ones: a text that spells their names does not mean them.
+        self._ids = {token: index for index, token in enumerate(file.tokens) if token not in SPECIAL[file.kind]}
+        self._tokens = {index: token for token, index in self._ids.items()}
+        self._has_symbols = file.kind == "symbols"
 
     def encoded(self, text: str) -> Encoded:
         """Return a token for each character; none are around them."""
-        return Encoded(np.array(self.plain_ids(text), np.int64))
+        return Encoded(np.array(self._found(_checked(text)), np.int64))
 
     def text(self, tokens: ArrayLike) -> str:
         """Return what tokens say, special ones left out."""
-        written = self._written
-        return self._between.join(written[one] for one in np.asarray(tokens, np.int64).tolist() if one in written)
+        ids, known = np.asarray(tokens, np.int64).tolist(), self._tokens
+        return (" " if self._has_symbols else "").join(known[one] for one in ids if one in known)
 
     def plain_ids(self, text: str) -> tuple[int, ...]:
-        """Return a token for each character."""
-        if not is_unicode(text):
-            raise _not_unicode(text)
-        return tuple(self._ids.get(character, self._unknown) for character in text)
+        """Return the tokens of a part of a target, one for each character or symbol."""
+        return self._found(_checked(text).split() if self._has_symbols else _checked(text))
 
     def n_certain(self, tokens: Sequence[int]) -> int:
         """Return how many tokens there are: what one says does not depend on others."""
         return len(tokens)
+
+    def _found(self, tokens: Sequence[str]) -> tuple[int, ...]:
+        return tuple(self._ids.get(token, self._unknown) for token in tokens)
 
 
 class PackageTokenizer:
@@ -134,7 +138,7 @@ class PackageTokenizer:
         return str(self._tokenizer.decode(np.asarray(tokens, np.int64).tolist()))
 
     def plain_ids(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a part of a text: none are put around it."""
+        """Return the tokens of a part of a target: none are put around it."""
         return tuple(self._encoding(text, special=False).ids)
 
     def n_certain(self, tokens: Sequence[int]) -> int:
@@ -160,6 +164,12 @@ class PackageTokenizer:
 
 def _unreadable(path: Path, error: Exception) -> BundleError:
     return BundleError(f"cannot read {path}: {' '.join(str(error).split())}; export the bundle again")
+
+
+def _checked(text: str) -> str:
+    if not is_unicode(text):
+        raise _not_unicode(text)
+    return text
 
 
 def _not_unicode(text: str) -> SpecMismatch:

@@ -37,16 +37,16 @@ class TokenizerFile:
 
 
 def file_from_json(content: str) -> TokenizerFile | None:
-    """Return what a file says that is of one of our kinds; None for all others, damaged ones among them."""
+    """Return what a file says that is of one of our kinds; None for all others. What is no JSON is a ValueError."""
     try:
         read = json.loads(content)
-    except (ValueError, RecursionError):
-        return None
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
     if not (isinstance(read, dict) and isinstance(model := read.pop("model", None), dict)):
         return None
     vocabulary, merges = model.pop("vocab", None), model.pop("merges", None)
     kind = next((kind for kind in _LAYOUTS if (read, model) == (_LAYOUTS[kind], _MODELS[kind])), None)
-    if kind is None or not _is_vocabulary(vocabulary, SPECIAL[kind]) or not _are_merges(merges, kind):
+    if kind is None or not _is_vocabulary(vocabulary, SPECIAL[kind]) or not _are_merges(merges, kind, vocabulary):
         return None
     tokens = tuple(sorted(vocabulary, key=vocabulary.__getitem__))
     return TokenizerFile(kind, tokens, tuple((left, right) for left, right in merges or ()))
@@ -63,10 +63,16 @@ def _is_vocabulary(value: Any, special: Sequence[str]) -> bool:
     )
 
 
-def _are_merges(value: Any, kind: Kind) -> bool:
+def _are_merges(value: Any, kind: Kind, vocabulary: dict[str, int]) -> bool:
     if kind != "bpe":
         return value is None
-    return isinstance(value, list) and all(isinstance(one, list) and len(one) == 2 for one in value)
+    return isinstance(value, list) and all(_is_merge(one, vocabulary) for one in value)
+
+
+def _is_merge(value: Any, vocabulary: dict[str, int]) -> bool:
+    if not isinstance(value, list) or len(value) != 2 or not all(isinstance(part, str) for part in value):
+        return False
+    return all(token in vocabulary for token in (*value, "".join(value)))
 
 
 def is_unicode(text: str) -> bool:

@@ -23,6 +23,7 @@ HEAVY = (
     "tensorrt_rtx",
     "tokenizers",
     "safetensors",
+    "sacrebleu",
 )
 BLOCKED = f"""
 import sys

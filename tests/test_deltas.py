@@ -13,7 +13,8 @@ from tokenizers import decoders
 from fatdeploy.runtimes.deltas import REPLACEMENT, Deltas
 from fatdeploy.runtimes.hypothesis import Hypothesis
 from fatdeploy.runtimes.stops import cut_text
-from fatdeploy.runtimes.text import PackageTokenizer
+from fatdeploy.runtimes.text import CharacterTokenizer, PackageTokenizer, Tokenizer
+from fatdeploy.runtimes.tokenizer_files import SPECIAL, Kind, TokenizerFile
 from tests.spellings import KINDS, byte_level_spelling, byte_spelling, ids_of, tokenizer_of
 
 Stops = Sequence[Sequence[int] | str]
@@ -25,7 +26,18 @@ def tokenizer_named(kind: str) -> PackageTokenizer:
         return tokenizer_of(*KINDS[kind], Path(folder))
 
 
-def pieces(tokenizer: PackageTokenizer, tokens: Sequence[int], stops: Sequence[str] = ()) -> list[str]:
+# Blanks and a letter that combines among them, as characters or as symbols.
+OWN: dict[str, Kind] = {"own characters": "characters", "own symbols": "symbols"}
+OWN_TOKENS = ("a", "b", " ", "\n", ".", "e", "\u0301", "\N{GRINNING FACE}", REPLACEMENT)
+
+
+def any_tokenizer(kind: str) -> Tokenizer:
+    if kind in KINDS:
+        return tokenizer_named(kind)
+    return CharacterTokenizer(TokenizerFile(OWN[kind], (*SPECIAL[OWN[kind]], *OWN_TOKENS)))
+
+
+def pieces(tokenizer: Tokenizer, tokens: Sequence[int], stops: Sequence[str] = ()) -> list[str]:
     """Return the texts of a target that grows by a token a time, until it says a stop text."""
     deltas = Deltas(stops, tokenizer)
     told = []
@@ -43,10 +55,10 @@ def pieces_of_spelling(kind: str, spelling: Sequence[str], stops: Sequence[str] 
     return pieces(tokenizer, ids_of(tokenizer, spelling), stops)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *OWN])
 @given(data=st.data())
 def test_all_pieces_together_are_the_text_whatever_is_said(kind: str, data: st.DataObject) -> None:
-    tokenizer = tokenizer_named(kind)
+    tokenizer = any_tokenizer(kind)
     # Past the last token: what a model may say and its tokenizer does not know.
     tokens = data.draw(st.lists(st.integers(0, tokenizer.n_tokens + 1), min_size=1, max_size=12))
     *before, last = pieces(tokenizer, tokens)
@@ -54,10 +66,10 @@ def test_all_pieces_together_are_the_text_whatever_is_said(kind: str, data: st.D
     assert not any(text.endswith(REPLACEMENT) or text[-1:].isspace() for text in before)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *OWN])
 @given(data=st.data())
 def test_a_stop_text_is_never_told_nor_any_part_of_it(kind: str, data: st.DataObject) -> None:
-    tokenizer = tokenizer_named(kind)
+    tokenizer = any_tokenizer(kind)
     token = st.integers(3, tokenizer.n_tokens - 1)
     tokens = data.draw(st.lists(token, min_size=1, max_size=10))
     # Parts of the text, so that they do occur, and others that share their beginnings.

@@ -121,7 +121,9 @@ main(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["verify", "--help"], ["doctor"]], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "--help"], ["verify", "--help"], ["eval", "--help"], ["doctor"]], ids=str
+)
 def test_the_help_and_the_doctor_run_where_numpy_cannot_be_imported(arguments: list[str]) -> None:
     run = subprocess.run(
         [sys.executable, "-c", WITHOUT_NUMPY, *arguments], capture_output=True, text=True, cwd=ROOT, check=False

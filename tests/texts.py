@@ -1,15 +1,23 @@
-"""A bundle with text: the transformer's tokens are words w3, w4 … and every source ends with EOS."""
+"""Bundles with text, a tokenizer in the package's hands, and texts that are hard to read.
+
+The tokens of the usual bundle are words w3, w4 … and every source ends with EOS.
+"""
 
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from fatdeploy.bundle import TOKENIZER, Bundle, write_manifest
+from fatdeploy.export.tokenizers import TextCoder
 from tests.bundles import bundle_of
 
 SPECIAL = ["<pad>", "<bos>", "<eos>"]
+
+ANY_TEXT = st.text() | st.lists(st.sampled_from(["<pad>", "<unk>", "<eos>", " ", "a", "\r\n", "e\u0301"])).map("".join)
 
 
 def words(tokens: Iterable[int]) -> str:
@@ -29,3 +37,18 @@ def bundle_with_text(folder: Path, size: int = 64) -> Bundle:
     tokenizer.enable_padding(length=10)
     tokenizer.save(str(folder / TOKENIZER))
     return write_manifest(folder, bundle_of("transformer-tiny").manifest)
+
+
+def bundle_with_coder(coder: TextCoder, folder: Path) -> Bundle:
+    """Copy the bundle and give it a tokenizer of ours."""
+    shutil.copytree(bundle_of("transformer-tiny").path, folder)
+    coder.save(folder / TOKENIZER)
+    return write_manifest(folder, bundle_of("transformer-tiny").manifest)
+
+
+def in_package(coder: TextCoder) -> Tokenizer:
+    """Return what the tokenizers package reads in a file of ours, with none of our code between."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder, TOKENIZER)
+        coder.save(path)
+        return Tokenizer.from_file(str(path))

@@ -28,10 +28,11 @@ class TrainSettings:
     """How a model is trained.
 
     The learning rate rises over ``warmup`` steps and falls to zero in half a cosine over all ``epochs``. Gradients are
-    as long as ``clip`` at most, or as they are if it is 0. ``scheduled_sampling`` is the share of target tokens that are the model's own words at
-    the end of training, rising from none; ``guided_attention`` weighs a loss of attention far from the diagonal.
-    ``draw_threshold`` draws the threshold of the hybrid forward pass anew each step, between the configuration's and 1,
-    and chooses the lowest one that costs nothing on the validation pairs when all is learned.
+    as long as ``clip`` at most, or as they are if it is 0. ``scheduled_sampling`` is the share of target tokens read
+    that are the model's own words at the end of training, rising from none; ``guided_attention`` weighs a loss of
+    attention far from the diagonal. ``draw_threshold`` draws the threshold of the hybrid forward pass anew each step,
+    between the configuration's and 1, and chooses the lowest one that costs next to nothing on the validation pairs
+    when all is learned.
     """
 
     epochs: int = 20

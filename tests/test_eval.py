@@ -1,0 +1,340 @@
+"""``fatdeploy eval``: an exported bundle against pairs whose right answers are known."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from fatdeploy.bundle import Bundle
+from fatdeploy.cli import main
+from fatdeploy.export.eager import EagerEngine
+from fatdeploy.pairs import Pair, read_pairs
+from fatdeploy.runtimes.decode import decode
+from fatdeploy.runtimes.evaluation import Example, examples_from_pairs
+from fatdeploy.runtimes.metrics import bleu, chrf
+from fatdeploy.runtimes.options import DecodeOptions
+from tests.bundles import bundle_of, model_of
+from tests.test_run import on_a_terminal
+from tests.texts import bundle_with_text, words
+
+TINY = "transformer-tiny"
+SOURCES = [[9, 30, 12], [19, 21], [20, 33, 8, 50], [11]]
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def text_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return bundle_with_text(tmp_path_factory.mktemp("text") / "bundle")
+
+
+def said(sources: list[list[int]], **options: Any) -> list[list[int]]:
+    """Return what the reference says, which the bundle must say too."""
+    found = decode(EagerEngine(model_of(TINY)), sources, DecodeOptions(max_new_tokens=STEPS, **options))
+    return [list(one.tokens) for one in found]
+
+
+def said_of_texts(**options: Any) -> list[str]:
+    """Return the reference's words for the sources with the EOS that the tokenizer adds."""
+    return [words(row) for row in said([[*row, 2] for row in SOURCES], **options)]
+
+
+def file_of(folder: Path, lines: list[str]) -> Path:
+    path = folder / "pairs.tsv"
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def evaluate(bundle: Bundle, pairs: Path, *arguments: str, steps: int = STEPS) -> Result:
+    options = ["--max-new-tokens", str(steps), "--threads", "1"]
+    return CliRunner().invoke(main, ["eval", str(bundle.path), str(pairs), *options, *arguments])
+
+
+def report(result: Result) -> dict[str, Any]:
+    assert (result.exit_code, result.stderr) == (0, "")
+    return json.loads(result.stdout)
+
+
+def ids(row: list[int]) -> str:
+    return " ".join(map(str, row))
+
+
+def known_pairs(folder: Path) -> Path:
+    """Write four sources: right, right by the second reference, with one symbol replaced, with one added."""
+    right = said_of_texts()
+    assert all(len(text.split()) == STEPS for text in right)
+    texts = [words(row) for row in SOURCES]
+    replaced = " ".join([*right[2].split()[:-1], "other"])
+    shorter = " ".join(right[3].split()[:-1])
+    targets = [(0, right[0]), (1, "quite another"), (2, replaced), (1, right[1]), (3, shorter), (0, right[0])]
+    return file_of(folder, [f"{texts[index]}\t{target}" for index, target in targets])
+
+
+def test_error_rates_of_known_pairs_are_those_worked_out_by_hand(text_bundle: Bundle, tmp_path: Path) -> None:
+    found = report(evaluate(text_bundle, known_pairs(tmp_path), "--json"))
+    # Edits 0, 0, 1, 1 of 6, 6, 6, 5 symbols.
+    assert found["metrics"]["token_error_rate"] == 100 * 2 / 23
+    assert found["metrics"]["sequence_error_rate"] == 50.0
+    assert found["metrics"]["exact_match"] == 50.0
+    assert found["details"]["token_error_rate"] == "2 edits of 23 symbols"
+    # A line that stands there twice is one reference.
+    assert (found["sources"], found["references"], found["tokens"]) == (4, 5, 24)
+    assert found["finish"] == {"length": 4}
+    assert found["sources_per_s"] == pytest.approx(4 / found["seconds"])
+    assert found["tokens_per_s"] == pytest.approx(24 / found["seconds"])
+
+
+def test_bleu_and_chrf_are_those_of_what_the_reference_says(text_bundle: Bundle, tmp_path: Path) -> None:
+    path = known_pairs(tmp_path)
+    found = report(evaluate(text_bundle, path, "--json"))
+    references = [list(example.references) for example in examples_from_pairs(read_pairs(path))]
+    assert [len(row) for row in references] == [1, 2, 1, 1]
+    # The examples come in the order in which their sources first stand in the file: as they are numbered.
+    for name, metric in {"bleu": bleu, "chrf": chrf}.items():
+        expected = metric(said_of_texts(), references)
+        assert (found["metrics"][name], found["details"][name]) == expected
+        assert 50 < expected.value < 100
+
+
+def test_people_see_two_digits_and_programs_all(text_bundle: Bundle, tmp_path: Path) -> None:
+    result = evaluate(text_bundle, known_pairs(tmp_path))
+    lines = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines[:5]] == [
+        "bleu",
+        "chrf",
+        "token_error_rate",
+        "sequence_error_rate",
+        "exact_match",
+    ]
+    assert lines[2:6] == [
+        "token_error_rate       8.70  2 edits of 23 symbols",
+        "sequence_error_rate   50.00  2 of 4 sources",
+        "exact_match           50.00  2 of 4 sources",
+        "4 sources, 5 references, 4 targets cut at the limit of length",
+    ]
+    assert lines[6].startswith("24 tokens in ")
+    assert lines[6].endswith(" tokens/s, 1 beam")
+    assert (result.exit_code, result.stderr, len(lines)) == (0, "", 7)
+
+
+@pytest.mark.parametrize("names", [["bleu"], ["chrf,exact_match"], ["exact_match, bleu", "bleu"]], ids=str)
+def test_only_the_metrics_that_are_asked_for_are_computed(
+    text_bundle: Bundle, tmp_path: Path, names: list[str]
+) -> None:
+    options = [part for name in names for part in ("--metric", name)]
+    found = report(evaluate(text_bundle, known_pairs(tmp_path), "--json", *options))
+    expected = {"exact_match, bleu": ["exact_match", "bleu"]}.get(names[0], names[0].split(","))
+    assert list(found["metrics"]) == expected
+
+
+def test_an_unknown_metric_is_a_usage_error_that_names_all(text_bundle: Bundle, tmp_path: Path) -> None:
+    result = evaluate(text_bundle, known_pairs(tmp_path), "--metric", "bleu,wer,")
+    assert result.exit_code == 2
+    shown = " ".join(result.stderr.split())
+    assert "there is no 'wer', ''; there are bleu, chrf, token_error_rate, sequence_error_rate, exact_match" in shown
+
+
+def test_beams_and_batches_reach_the_decoder(text_bundle: Bundle, tmp_path: Path) -> None:
+    greedy, beams = said_of_texts(), said_of_texts(num_beams=4)
+    assert greedy != beams
+    path = file_of(tmp_path, [f"{words(row)}\t{text}" for row, text in zip(SOURCES, beams, strict=True)])
+    for batch in ("1", "60", "8192"):
+        found = report(evaluate(text_bundle, path, "--json", "--beams", "4", "--batch-tokens", batch))
+        assert (found["metrics"]["exact_match"], found["beams"]) == (100.0, 4)
+    assert report(evaluate(text_bundle, path, "--json"))["metrics"]["exact_match"] < 100
+
+
+def test_the_length_penalty_reaches_the_decoder(text_bundle: Bundle, tmp_path: Path) -> None:
+    path = known_pairs(tmp_path)
+    result = evaluate(text_bundle, path, "--beams", "2", "--length-penalty", "nan")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "length_penalty" in result.stderr
+
+
+def test_what_is_ignored_is_removed_from_targets_and_references(text_bundle: Bundle, tmp_path: Path) -> None:
+    right = said_of_texts()
+    # Digits apart, every word is a w: what remains to be wrong is how many there are.
+    path = file_of(tmp_path, [f"{words(SOURCES[0])}\tw1 w2 w3 w4 w5", f"{words(SOURCES[1])}\t{right[1]}"])
+    found = report(evaluate(text_bundle, path, "--json", "--ignore", "[0-9]"))
+    assert (found["metrics"]["token_error_rate"], found["ignore"]) == (100 / 11, "[0-9]")
+    assert report(evaluate(text_bundle, path, "--json"))["metrics"]["token_error_rate"] > 100 / 11
+    result = evaluate(text_bundle, path, "--ignore", ".*", "--metric", "token_error_rate")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("Error: the references hold no symbols")
+
+
+@pytest.mark.parametrize("pattern", ["[0-2", "a{99999999999}", "(?P<x"])
+def test_an_invalid_regular_expression_is_a_usage_error(text_bundle: Bundle, tmp_path: Path, pattern: str) -> None:
+    result = evaluate(text_bundle, known_pairs(tmp_path), "--ignore", pattern)
+    assert result.exit_code == 2
+    assert f"Invalid value for '--ignore': {pattern!r} is no regular expression: " in result.stderr
+
+
+def test_a_limit_takes_the_first_sources_with_all_their_references(text_bundle: Bundle, tmp_path: Path) -> None:
+    found = report(evaluate(text_bundle, known_pairs(tmp_path), "--json", "--limit", "2"))
+    # The second source's right reference stands below the third source.
+    assert (found["sources"], found["references"], found["metrics"]["exact_match"]) == (2, 3, 100.0)
+
+
+def test_sources_keep_their_first_line_and_references_their_order() -> None:
+    pairs = [Pair("a", "x"), Pair("b", "y"), Pair("a", "w"), Pair("a", "x")]
+    assert examples_from_pairs(pairs) == [Example("a", ("x", "w"), 1), Example("b", ("y",), 2)]
+    by_ids = examples_from_pairs([Pair("7 8", "9")], as_ids=True)
+    assert by_ids == [Example([7, 8], ("9",), 1)]
+
+
+def test_what_the_model_said_is_written_as_pairs_in_the_order_of_the_sources(
+    text_bundle: Bundle, tmp_path: Path
+) -> None:
+    output = tmp_path / "said.tsv"
+    result = evaluate(text_bundle, known_pairs(tmp_path), "--output", str(output))
+    assert result.exit_code == 0
+    expected = [Pair(words(row), text) for row, text in zip(SOURCES, said_of_texts(), strict=True)]
+    assert read_pairs(output) == expected
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_decoded(
+    text_bundle: Bundle, tmp_path: Path
+) -> None:
+    path = known_pairs(tmp_path)
+    before = path.read_bytes()
+    for output, code, reason in (
+        (tmp_path / "none" / "said.tsv", 1, "there is no folder "),
+        (path, 1, "is the file of pairs itself: choose another"),
+        (tmp_path, 2, "is a directory"),
+    ):
+        result = evaluate(text_bundle, path, "--output", str(output))
+        assert (result.exit_code, result.stdout) == (code, "")
+        assert reason in result.stderr
+    assert path.read_bytes() == before
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device here that is always full")
+def test_a_full_disk_loses_no_figure(text_bundle: Bundle, tmp_path: Path) -> None:
+    result = evaluate(text_bundle, known_pairs(tmp_path), "--json", "--output", "/dev/full")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["sources"] == 4
+    assert result.stderr == "Error: cannot write --output /dev/full: No space left on device\n"
+
+
+def test_bad_lines_are_all_told_and_nothing_is_decoded(text_bundle: Bundle, tmp_path: Path) -> None:
+    result = evaluate(text_bundle, file_of(tmp_path, ["w5", "w5\tw6", "w5\tw6\tw7", ""]))
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "has no TAB at line 1; has 2 TABs at line 3; is blank at line 4; a line is a source" in result.stderr
+
+
+def test_sources_that_are_too_long_are_all_told_and_cut_when_that_is_asked_for(
+    text_bundle: Bundle, tmp_path: Path
+) -> None:
+    long = words([9] * 300)
+    path = file_of(tmp_path, ["w5\tw6", f"{long}\tw6", f"{long}\tw7", f"w8 {long}\tw7"])
+    refused = evaluate(text_bundle, path)
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    reason = "more than max_source = 256 (truncate=True, --truncate: cut it)"
+    assert f"source has 301 tokens, {reason} at line 2; source has 302 tokens, {reason} at line 4;" in refused.stderr
+    assert "2 of 3 sources cannot be used" in refused.stderr
+    cut = evaluate(text_bundle, path, "--truncate", "--json")
+    assert (cut.exit_code, json.loads(cut.stdout)["sources"]) == (0, 3)
+    assert cut.stderr.startswith("WARNING sources cut to max_source = 256")
+
+
+def test_ids_are_compared_as_ids_without_a_tokenizer(tmp_path: Path) -> None:
+    right = said(SOURCES)
+    wrong = [*right[1][:-1], (right[1][-1] + 1) % 60 + 3]
+    rows = [(SOURCES[0], right[0]), (SOURCES[1], wrong), (SOURCES[2], right[2])]
+    path = file_of(tmp_path, [f"{ids(source)}\t {ids(target).replace(' ', '  ')}" for source, target in rows])
+    output = tmp_path / "said.tsv"
+    found = report(evaluate(bundle_of(TINY), path, "--ids", "--json", "--output", str(output)))
+    n = sum(map(len, right[:3]))
+    assert found["metrics"] == {
+        "token_error_rate": 100 / n,
+        "sequence_error_rate": 100 / 3,
+        "exact_match": 200 / 3,
+    }
+    assert read_pairs(output) == [Pair(ids(row), ids(target)) for row, target in zip(SOURCES[:3], right, strict=False)]
+
+
+def test_ids_of_a_bundle_with_a_tokenizer_are_ids_all_the_same(text_bundle: Bundle, tmp_path: Path) -> None:
+    [right] = said([SOURCES[0]])
+    path = file_of(tmp_path, [f"{ids(SOURCES[0])}\t{ids(right)}"])
+    assert report(evaluate(text_bundle, path, "--ids", "--json"))["metrics"]["exact_match"] == 100.0
+
+
+def test_lines_that_are_no_ids_of_the_model_are_all_told(tmp_path: Path) -> None:
+    path = file_of(tmp_path, ["5 6\t7", "5 x\t7", "5\ty", "5\t64", "5\t7 2", "99\t7"])
+    result = evaluate(bundle_of(TINY), path, "--ids")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "4 of 6 lines cannot be used: " in result.stderr
+    for reason in (
+        "source: expected token ids with blanks between them, found '5 x' at line 2",
+        "target: expected token ids with blanks between them, found 'y' at line 3",
+        "target ids must lie in 0…63, found 64 at line 4",
+        "target has EOS (2), which no result holds at line 5; with --ids a line is token ids, one TAB and token ids",
+    ):
+        assert reason in result.stderr
+    result = evaluate(bundle_of(TINY), file_of(tmp_path, ["99\t7"]), "--ids")
+    assert "1 of 1 sources cannot be used: source ids must lie in 0…63, found 99 at line 1;" in result.stderr
+
+
+def test_text_for_a_bundle_without_a_tokenizer_asks_for_ids(tmp_path: Path) -> None:
+    result = evaluate(bundle_of(TINY), file_of(tmp_path, ["5\t7"]))
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "has no tokenizer.json: pass a file with token ids in both columns, and --ids" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--metric", "bleu,chrf,exact_match"], "--metric bleu, --metric chrf needs text"),
+        (["--ignore", "7"], "--ignore needs text"),
+    ],
+)
+def test_what_needs_text_does_not_go_with_ids(tmp_path: Path, options: list[str], reason: str) -> None:
+    result = evaluate(bundle_of(TINY), file_of(tmp_path, ["5\t7"]), "--ids", *options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"Error: --ids compares token ids, but {reason}: leave one out" in result.stderr
+
+
+WITHOUT = """
+import sys
+sys.modules["sacrebleu"] = None
+from fatdeploy.cli import main
+main(sys.argv[1:])
+"""
+
+
+def test_without_sacrebleu_the_other_metrics_are_there_and_these_are_refused_first(
+    text_bundle: Bundle, tmp_path: Path
+) -> None:
+    path = known_pairs(tmp_path)
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", WITHOUT, "eval", str(text_bundle.path), str(path), "--max-new-tokens", "6"]
+        root = Path(__file__).parent.parent
+        return subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=root, check=False)
+
+    refused = run()
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "pip install 'fatdeploy[eval]'" in refused.stderr
+    found = run("--metric", "exact_match", "--json")
+    assert json.loads(found.stdout)["metrics"] == {"exact_match": 50.0}
+
+
+def test_engine_options_reach_the_engine(text_bundle: Bundle, tmp_path: Path) -> None:
+    result = evaluate(text_bundle, known_pairs(tmp_path), "--provider", "cuda")
+    assert result.exit_code == 1
+    assert "has no ['CUDAExecutionProvider']" in result.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there are no terminals to open")
+@pytest.mark.parametrize(("before", "shows"), [([], True), (["--quiet"], False)], ids=str)
+def test_progress_is_shown_on_a_terminal(text_bundle: Bundle, tmp_path: Path, before: list[str], shows: bool) -> None:
+    path = known_pairs(tmp_path)
+    out, shown = on_a_terminal(*before, "eval", str(text_bundle.path), str(path), "--max-new-tokens", "6")
+    assert "exact_match           50.00" in out
+    assert ("4/4" in shown) == shows
+    assert bool(shown) == shows
