@@ -1,0 +1,167 @@
+"""What a training learns, keeps and writes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fatdeploy.errors import ConfigError, TrainingFailed
+from fatdeploy.export.reference.checkpoint import CONFIG, WEIGHTS, load_checkpoint
+from fatdeploy.export.training.resume import STATE
+from fatdeploy.export.training.run import CURVE, REPORT, Training
+from fatdeploy.export.training.settings import TrainSettings
+from fatdeploy.export.training.trainer import Epoch, Step, set_threshold
+from tests.trainings import parts, plan, trained
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes", "most"),
+    [
+        ("fat-tiny", {"fc_softmax": "softmax"}, 40),
+        ("transformer-tiny", {"target_order": "right_to_left"}, 65),
+        ("transformer-nat-tiny", {}, 30),
+        ("transformer-nat-tiny", {"length": "eos"}, 20),
+    ],
+)
+def test_a_tiny_model_learns_to_spell(tmp_path: Path, preset: str, changes: dict[str, str], most: int) -> None:
+    training = trained(tmp_path / "one", plan(preset, changes, epochs=12))
+    epochs, best = training.trainer.progress.epochs, training.trainer.progress.best
+    assert epochs[0].score.token_error_rate > 80
+    assert best is not None
+    assert best.token_error_rate < most
+    assert epochs[-1].train_loss < epochs[0].train_loss / 2
+
+
+def test_the_checkpoint_is_that_of_the_best_epoch(tmp_path: Path) -> None:
+    # With this rate, the last epochs are no better than those before.
+    training = Training(plan(epochs=5, learning_rate=0.05, clip=0.0, warmup=0), parts(), tmp_path, resume=False)
+    kept = None
+    for event in training.events():
+        if isinstance(event, Epoch) and event.best:
+            kept = {name: tensor.clone() for name, tensor in training.trainer.model.state_dict().items()}
+            score = event.score
+    assert kept is not None
+    model = load_checkpoint(tmp_path)
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in model.state_dict().items())
+    assert (
+        training.validation(model)
+        == score
+        == min(
+            (epoch.score for epoch in training.trainer.progress.epochs),
+            key=lambda one: (one.token_error_rate, one.loss),
+        )
+    )
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path: Path) -> None:
+    changes = {"dropout": 0.1}
+    for name, seed in (("one", 3), ("two", 3), ("other", 4)):
+        trained(tmp_path / name, plan(changes=changes, seed=seed, scheduled_sampling=0.5))
+    one, two, other = (load_file(tmp_path / name / WEIGHTS) for name in ("one", "two", "other"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not torch.equal(one["encoder.layers.0.ffn.into.weight"], other["encoder.layers.0.ffn.into.weight"])
+
+
+@pytest.mark.parametrize("stopped_after", [1, 7, 18, 19, 30])
+def test_a_resumed_training_ends_with_the_same_weights(tmp_path: Path, stopped_after: int) -> None:
+    one = plan(changes={"dropout": 0.1}, scheduled_sampling=0.5, draw_threshold=True)
+    whole = trained(tmp_path / "whole", one)
+    training = Training(one, parts(), tmp_path / "stopped", resume=False)
+    events = training.events()
+    for _ in range(stopped_after):
+        next(events)
+    training.trainer.save()
+    torch.manual_seed(99)  # another process has another random state
+    again = Training(one, parts(), tmp_path / "stopped", resume=True)
+    for _ in again.events():
+        pass
+    again.finish()
+    expected, found = (load_file(tmp_path / name / WEIGHTS) for name in ("whole", "stopped"))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    epochs = [[replace(epoch, seconds=0.0) for epoch in each.trainer.progress.epochs] for each in (whole, again)]
+    assert epochs[0] == epochs[1]
+    assert not (tmp_path / "stopped" / STATE).exists()
+
+
+def test_a_resumed_training_needs_the_same_pairs_and_options(tmp_path: Path) -> None:
+    training = Training(plan(), parts(), tmp_path, resume=False)
+    next(training.events())
+    training.trainer.save()
+    with pytest.raises(ConfigError, match="other settings, pairs: give the same files and options, or train anew"):
+        Training(plan(batch_size=8), parts(300), tmp_path, resume=True)
+    Training(plan(threads=2), parts(), tmp_path, resume=True)
+
+
+def test_a_training_reports_every_epoch_and_draws_its_course(tmp_path: Path) -> None:
+    training = trained(tmp_path, plan(epochs=3))
+    report = json.loads((tmp_path / REPORT).read_text())
+    assert [epoch["number"] for epoch in report["epochs"]] == [1, 2, 3]
+    assert report["pairs"] == {"train": 288, "validation": 32}
+    assert report["parameters"] == sum(one.numel() for one in training.trainer.model.parameters())
+    assert report["final"]["token_error_rate"] == min(epoch["score"]["token_error_rate"] for epoch in report["epochs"])
+    picture = ElementTree.fromstring((tmp_path / CURVE).read_text())
+    lines = picture.findall("{http://www.w3.org/2000/svg}polyline")
+    assert [len(line.attrib["points"].split()) for line in lines] == [3, 3, 3]
+
+
+def test_steps_are_counted_over_epochs(tmp_path: Path) -> None:
+    training = Training(plan(), parts(), tmp_path, resume=False)
+    events = list(training.events())
+    assert [event.step for event in events if isinstance(event, Step)] == list(range(1, 37))  # 288 pairs of 16, twice
+    assert [index for index, event in enumerate(events) if isinstance(event, Epoch)] == [18, 37]
+
+
+def test_the_lowest_threshold_is_chosen_that_costs_next_to_nothing(tmp_path: Path) -> None:
+    one = plan(changes={"hybrid_threshold": 0.2, "fc_softmax": "softmax"}, draw_threshold=True, epochs=8)
+    training = Training(one, parts(), tmp_path, resume=False)
+    for _ in training.events():
+        pass
+    tried = {}
+    best = training.finish(lambda threshold, score: tried.update({threshold: score}))
+    chosen = json.loads((tmp_path / CONFIG).read_text())["hybrid_threshold"]
+    assert min(tried) == 0.2
+    assert max(tried) == 1.0
+    least = min(score.token_error_rate for score in tried.values())
+    assert tried[chosen] == best
+    assert best.token_error_rate <= least + 0.05
+    assert all(score.token_error_rate > least + 0.05 for threshold, score in tried.items() if threshold < chosen)
+    model = load_checkpoint(tmp_path)
+    assert model.keep.sum() == sum(token < chosen * model.config.vocab_size for token in range(model.config.vocab_size))
+    assert training.validation(model) == best
+    set_threshold(model, 1.0)
+    assert model.keep.all()
+
+
+def test_a_loss_that_is_no_number_ends_the_training_with_advice(tmp_path: Path) -> None:
+    training = Training(plan(learning_rate=1.0, clip=0.0, warmup=0, epochs=30), parts(), tmp_path, resume=False)
+    with torch.no_grad():
+        training.trainer.model.source_embedding.weight.fill_(torch.nan)
+    with pytest.raises(TrainingFailed, match="the loss is nan at step 1: lower --learning-rate"):
+        next(training.events())
+
+
+def test_what_follows_from_the_tokenizer_cannot_be_set(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="vocab_size: follows from the tokenizer; eos_id: follows from the tokenizer"):
+        Training(plan(changes={"vocab_size": 9, "eos_id": 3}), parts(), tmp_path, resume=False)
+    with pytest.raises(ConfigError, match="--draw-threshold needs a hybrid model, transformer-tiny is none"):
+        Training(plan("transformer-tiny", draw_threshold=True), parts(), tmp_path, resume=False)
+
+
+def test_wrong_settings_are_told_together() -> None:
+    with pytest.raises(ConfigError, match=r"training refused: epochs: must lie in 1….*learning_rate: must lie in 0…1"):
+        TrainSettings(epochs=0, learning_rate=2.0)
+    with pytest.raises(ConfigError, match="clip: must lie in 0…, found nan; seed: expected int, found 'x'"):
+        TrainSettings(clip=float("nan"), seed="x")  # type: ignore[arg-type]
+
+
+def test_the_rate_rises_over_the_warm_up_and_falls_to_zero() -> None:
+    settings = TrainSettings(learning_rate=1.0, warmup=4, scheduled_sampling=0.8)
+    assert [settings.rate(step, 12) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert settings.rate(4, 12) == 1.0
+    assert settings.rate(8, 12) == pytest.approx(0.5)
+    assert settings.rate(12, 12) == pytest.approx(0.0)
+    assert settings.own_words(6, 12) == pytest.approx(0.4)
