@@ -55,40 +55,49 @@ def presets(as_json: bool) -> None:
     epilog="""\b
 Examples:
   fatdeploy demo
-  fatdeploy demo --preset transformer-small --sources 8 --json
+  fatdeploy demo onomatopoeia "o'clock" --json
 """
 )
-@click.option("--preset", default="fat-small", show_default=True, help="Which model; see: fatdeploy presets")
-@click.option("--sources", default=4, show_default=True, type=click.IntRange(1, 256), help="How many random sources.")
-@click.option("--max-new-tokens", default=24, show_default=True, type=click.IntRange(1), help="Most tokens a target.")
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**31 - 1), help="Of weights and sources.")
+@click.argument("words", nargs=-1)
+@click.option(
+    "--bundle",
+    default="g2p.bundle",
+    show_default=True,
+    type=click.Path(path_type=Path),
+    help="Where the exported model is, or is put.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def demo(preset: str, sources: int, max_new_tokens: int, seed: int, as_json: bool) -> None:
-    """Decode a few sources and show output and speed.
+def demo(words: tuple[str, ...], bundle: Path, as_json: bool) -> None:
+    """Pronounce English words with the bundled model.
 
-    A reference model decodes random sources. Its weights are random too, so the tokens mean nothing; they are what an
-    exported model must reproduce exactly.
+    Exports it (the first time), proves that the graphs say what the PyTorch model says, and shows for each word the
+    best pronunciations with their scores, from which letters one was read, and how long a word takes.
     """
     need_export_packages()
-    from fatdeploy.export.demo import demonstrated
-    from fatdeploy.runtimes.options import DecodeOptions
+    from fatdeploy.export.demo import WORDS, demonstrated, picture_lines
 
-    shown = demonstrated(preset, sources, DecodeOptions(max_new_tokens=max_new_tokens), seed)
+    shown = demonstrated(words or WORDS, bundle, progress)
     if as_json:
         click.echo(json.dumps(shown.as_dict()))
         return
-    for source, output in zip(shown.sources, shown.outputs, strict=True):
-        click.echo(f"source  {' '.join(map(str, source))}")
-        click.echo(f"output  {' '.join(map(str, output.tokens))}  [{output.finish}]\n")
+    rows = [(one.word, *(f"{text}  ({score:.2f})" for text, score in one.best)) for one in shown.words]
+    for line in aligned([("word", "best", "second", "third"), *rows]):
+        click.echo(line)
+    pictured = max(shown.words, key=lambda one: len(one.word))
+    click.echo(f"\nWhich letters of {pictured.word!r} each phoneme was read from:")
+    for line in picture_lines(pictured):
+        click.echo(line)
     click.echo(
-        f"{preset} (PyTorch reference, random weights): {shown.steps} steps of {sources} rows in "
-        f"{shown.seconds * 1e3:.0f} ms, {shown.steps_per_second:.0f} steps/s"
+        f"\nlatency of a word, greedy, {shown.threads} thread: p50 {shown.p50_ms:.2f} ms, p95 {shown.p95_ms:.2f} ms"
     )
+    click.echo(f"parity: {parity_line(shown.parity)}")
+    click.echo(f"bundle: {bundle}, {shown.bundle_bytes / 1e6:.1f} MB. Next: fatdeploy run {bundle} YOUR WORDS")
 
 
 @click.command(
     epilog="""\b
 Examples:
+  fatdeploy export g2p --out g2p.bundle
   fatdeploy export fat-small --out fat-small.bundle
   fatdeploy export my-checkpoint --out my-model --force
   fatdeploy export my_package.models:build --out my-model
@@ -121,8 +130,8 @@ Examples:
 def export(source: str, out: Path, target: str, licence: str | None, force: bool, as_json: bool, **chosen: int) -> None:
     """Turn a model into a bundle and prove it right.
 
-    SOURCE is a checkpoint's folder, a preset (see: fatdeploy presets), or package.module:factory for a model of your
-    own. The graphs must give the reference's tokens on probes whose every step the reference decides by ten times the
+    SOURCE is g2p (the bundled model: English words to phonemes), a checkpoint's folder, a preset (see: fatdeploy
+    presets), or package.module:factory for a model of your own. The graphs must give the reference's tokens on probes whose every step the reference decides by ten times the
     noise of fp32; otherwise nothing is written.
     """
     need_export_packages()

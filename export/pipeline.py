@@ -142,13 +142,14 @@ def _manifest(model: Flat, origin: Origin, dialect: Dialect) -> Manifest:
         dialect=dialect,
         opset=OPSET,
         versions=versions,
-        source=Provenance(name=origin.name, sha256=_weights_hash(model.inner), licence=origin.licence),
+        source=Provenance(name=origin.name, sha256=weights_hash(model.inner), licence=origin.licence),
         onnxruntime=(versions["onnxruntime"], versions["onnxruntime"]),
         settings={"top_k": model.spec.top_k, "threads": "as many as there are cores"},
     )
 
 
-def _weights_hash(model: nn.Module) -> str:
+def weights_hash(model: nn.Module) -> str:
+    """Return a hash of all that a checkpoint of the model would hold."""
     digest = hashlib.sha256()
     for name, tensor in sorted(stored_tensors(model).items()):
         digest.update(name.encode())

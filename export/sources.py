@@ -1,10 +1,11 @@
-"""What can be exported: a preset, a checkpoint's folder, or a model of your own."""
+"""What can be exported: the bundled model, a preset, a checkpoint's folder, or a model of your own."""
 
 from pathlib import Path
 
 from torch import nn
 
 from fatdeploy.errors import ConfigError
+from fatdeploy.export import g2p
 from fatdeploy.export.own import is_factory, model_from_factory
 from fatdeploy.export.pipeline import Origin
 from fatdeploy.export.reference.checkpoint import TOKENIZER, load_checkpoint
@@ -16,14 +17,16 @@ def model_from_source(source: str, *, licence: str | None = None) -> tuple[nn.Mo
     """Return the model that a name, a folder or ``package.module:factory`` stands for, and where it comes from."""
     if source in preset_names():
         return model_from_preset(source), Origin(name=source, licence=licence)
-    folder = Path(source)
+    folder = g2p.CHECKPOINT if source == g2p.NAME else Path(source)
     if folder.is_dir():
         tokenizer = folder / TOKENIZER
+        if source == g2p.NAME:
+            return load_checkpoint(folder), Origin(name=source, licence=licence or g2p.LICENCE, tokenizer=tokenizer)
         origin = Origin(name=folder.name, licence=licence, tokenizer=tokenizer if tokenizer.is_file() else None)
         return load_checkpoint(folder), origin
     if is_factory(source):
         return model_from_factory(source), Origin(name=source, licence=licence)
     raise ConfigError(
-        f"{source} is neither a preset nor a checkpoint's folder nor package.module:factory. "
+        f"{source} is neither {g2p.NAME} nor a preset nor a checkpoint's folder nor package.module:factory. "
         f"Presets: {', '.join(preset_names())}"
     )

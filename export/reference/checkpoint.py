@@ -35,9 +35,10 @@ def save_checkpoint(
             shutil.copyfile(tokenizer, new / TOKENIZER)
 
 
-def save_weights(model: ReferenceModel, path: Path) -> None:
-    """Write a model's tensors, each once."""
-    save_file({name: tensor.detach().contiguous() for name, tensor in stored_tensors(model).items()}, path)
+def save_weights(model: ReferenceModel, path: Path, *, half: bool = False) -> None:
+    """Write a model's tensors, each once; ``half`` stores numbers in half precision."""
+    tensors = {name: tensor.detach().contiguous() for name, tensor in stored_tensors(model).items()}
+    save_file({name: one.half() if half and one.is_floating_point() else one for name, one in tensors.items()}, path)
 
 
 def load_checkpoint(folder: str | Path) -> ReferenceModel:

@@ -1,0 +1,146 @@
+"""Measure the bundled grapheme-to-phoneme model: errors on the words that it never saw, words a second; writes JSON.
+
+Beside it the neural model of the g2p-en package, in an environment of its own, on the same words; it was probably
+trained on them. One process an engine, turns alternate, one thread each. An interrupted run goes on where it was.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from benchmarks.measuring import (
+    CACHE,
+    MEASURED,
+    RESULTS,
+    ROOT,
+    Kept,
+    code_digest,
+    provenance,
+    result_apart,
+    write_result,
+)
+from fatdeploy.bundle import read_bundle
+from fatdeploy.export.g2p import CHECKPOINT, NAME
+from fatdeploy.export.g2p.data import dictionary_file, entries_from_text, parts_of
+from fatdeploy.export.training.run import REPORT
+from fatdeploy.runtimes.metrics import sequence_error_rate, token_error_rate
+
+OUT = RESULTS / "g2p.json"
+PEER = "g2p-en==2.1.0"
+PEER_NAME = "g2p-en"
+STRESS = re.compile("[0-2]")
+# What must hold, in words a second relative to the peer's.
+TARGETS = {1: 3.0, 32: 10.0}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Who pronounces the words, how many at once and with how many beams."""
+
+    engine: str
+    batch: int
+    beams: int = 1
+
+
+TURNS = (Turn(NAME, 1), Turn(NAME, 32), Turn(PEER_NAME, 1), Turn(NAME, 1, beams=5))
+
+
+def peer_python(cache: Path) -> Path:
+    """Return the interpreter of an environment with the peer in it, which is made where there is none."""
+    folder = cache / PEER_NAME
+    python = folder / "bin" / "python"
+    if not (folder / "ready").exists():
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", PEER], check=True)
+        (folder / "ready").touch()
+    return python
+
+
+def taken(turn: Turn, words: Path, bundle: Path, cache: Path, repetitions: int) -> Any:
+    """Return what one turn said and its seconds."""
+    if turn.engine == PEER_NAME:
+        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        command = [peer_python(cache), ROOT / "benchmarks" / "peers" / "g2p_en.py", words, str(repetitions)]
+        return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment).stdout)
+    asked = {**asdict(turn), "words": str(words), "bundle": str(bundle), "threads": 1, "repetitions": repetitions}
+    return result_apart("benchmarks.g2p_turns", json.dumps(asked), blas_threads=1)
+
+
+def errors(said: list[str], references: list[list[str]]) -> dict[str, float]:
+    """Return error rates in percent, with and without stress."""
+    bare = [STRESS.sub("", text) for text in said]
+    bare_references = [[STRESS.sub("", text) for text in accepted] for accepted in references]
+    return {
+        "wer": sequence_error_rate(said, references).value,
+        "per": token_error_rate(said, references).value,
+        "wer_without_stress": sequence_error_rate(bare, bare_references).value,
+        "per_without_stress": token_error_rate(bare, bare_references).value,
+    }
+
+
+def row(turn: Turn, rounds: list[Any], references: list[list[str]]) -> dict[str, Any]:
+    """Return what a turn's rounds gave: words a second, and errors."""
+    rates = np.array([len(references) / seconds for one in rounds for seconds in one["seconds"]])
+    return {
+        **asdict(turn),
+        "words_per_second": {"p50": float(np.median(rates)), "max": float(rates.max())},
+        "errors": errors(rounds[0]["said"], references),
+    }
+
+
+@click.command()
+@click.option("--bundle", default=CACHE / "g2p.bundle", type=click.Path(path_type=Path), help="Exported if not there.")
+@click.option("--rounds", default=4, show_default=True, type=click.IntRange(1))
+@click.option("--repetitions", default=3, show_default=True, type=click.IntRange(1), help="Of all words in a turn.")
+@click.option("--cache", default=CACHE, type=click.Path(path_type=Path), show_default="build/benchmarks")
+@click.option("--out", default=OUT, type=click.Path(path_type=Path), show_default="benchmarks/results/…")
+def main(bundle: Path, rounds: int, repetitions: int, cache: Path, out: Path) -> None:
+    """Measure errors and words a second of the bundled model, and of its peer."""
+    cache.mkdir(parents=True, exist_ok=True)
+    if not bundle.exists():
+        subprocess.run([sys.executable, "-m", "fatdeploy", "export", NAME, "--out", bundle], check=True)
+    entries = parts_of(entries_from_text(dictionary_file().read_text(encoding="utf-8")))["test"]
+    references: dict[str, list[str]] = {}
+    for word, phonemes in entries:
+        references.setdefault(word, []).append(phonemes)
+    words = cache / "g2p-words.txt"
+    words.write_text("\n".join(references))
+    made_by = {"bundle": read_bundle(bundle).digest, "code": code_digest(*MEASURED), "repetitions": repetitions}
+    kept = Kept(cache / f"{out.stem}.partial.json", made_by)
+    order = [(turn, index) for index in range(rounds) for turn in TURNS]
+    with click.progressbar(order, label="measuring", file=sys.stderr) as bar:
+        for turn, index in bar:
+            if (key := f"{index} {turn}") not in kept.results:
+                kept.add(key, taken(turn, words.resolve(), bundle.resolve(), cache, repetitions))
+    rows = [
+        row(turn, [kept.results[f"{index} {turn}"] for index in range(rounds)], list(references.values()))
+        for turn in TURNS
+    ]
+    peer = next(one for one in rows if one["engine"] == PEER_NAME)["words_per_second"]["p50"]
+    for one in rows:
+        one["times_peer"] = one["words_per_second"]["p50"] / peer
+    result = {
+        **provenance(("fatdeploy", "onnxruntime", "numpy")),
+        "peer": PEER,
+        "words": len(references),
+        "references": len(entries),
+        "threads": 1,
+        "bundle": {"digest": made_by["bundle"], "bytes": read_bundle(bundle).total_bytes},
+        "targets": TARGETS,
+        "results": rows,
+        "training": json.loads((CHECKPOINT / REPORT).read_text()),
+    }
+    write_result(out, result, kept)
+    click.echo(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    main()
