@@ -131,8 +131,8 @@ def export(source: str, out: Path, target: str, licence: str | None, force: bool
     """Turn a model into a bundle and prove it right.
 
     SOURCE is g2p (the bundled model: English words to phonemes), a checkpoint's folder, a preset (see: fatdeploy
-    presets), or package.module:factory for a model of your own. The graphs must give the reference's tokens on probes whose every step the reference decides by ten times the
-    noise of fp32; otherwise nothing is written.
+    presets), or package.module:factory for a model of your own. The graphs must give the reference's tokens on probes
+    whose every step the reference decides by ten times the noise of fp32; otherwise nothing is written.
     """
     need_export_packages()
     from fatdeploy.bundle import PARITY
