@@ -9,7 +9,7 @@ TEST_ARGS ?= -n auto --dist worksteal
 .PHONY: demo test lint types pytest format bench clean
 
 demo: $(VENV)/.export
-	$(BIN)/fatdeploy demo
+	$(BIN)/fatdeploy demo --bundle build/g2p.bundle
 
 test: lint types pytest
 
@@ -39,6 +39,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.engines_beam
 	$(BIN)/python -m benchmarks.loop_overhead
 	$(BIN)/python -m benchmarks.load
+	$(BIN)/python -m benchmarks.g2p
 	$(BIN)/python -m benchmarks.readme
 
 clean:

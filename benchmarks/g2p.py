@@ -30,6 +30,9 @@ from benchmarks.measuring import (
 from fatdeploy.bundle import read_bundle
 from fatdeploy.export.g2p import CHECKPOINT, NAME
 from fatdeploy.export.g2p.data import dictionary_file, entries_from_text, parts_of
+from fatdeploy.export.reference.checkpoint import CONFIG, TOKENIZER
+from fatdeploy.export.reference.config import ModelConfig
+from fatdeploy.export.tokenizers import loaded_tokenizer
 from fatdeploy.export.training.run import REPORT
 from fatdeploy.runtimes.metrics import sequence_error_rate, token_error_rate
 
@@ -86,6 +89,17 @@ def errors(said: list[str], references: list[list[str]]) -> dict[str, float]:
     }
 
 
+def skipped_share(said: list[str], checkpoint: Path) -> float | None:
+    """Return the share of decoder steps, each word alone, that skip the cross-attention; None without a hybrid pass."""
+    config = ModelConfig.from_json((checkpoint / CONFIG).read_text())
+    if not config.hybrid:
+        return None
+    coder = loaded_tokenizer(checkpoint / TOKENIZER)
+    read = [token for text in said for token in (coder.bos_id, *coder.target_ids(text))]
+    kept = config.hybrid_threshold * config.vocab_size
+    return sum(token >= kept for token in read) / len(read)
+
+
 def row(turn: Turn, rounds: list[Any], references: list[list[str]]) -> dict[str, Any]:
     """Return what a turn's rounds gave: words a second, and errors."""
     rates = np.array([len(references) / seconds for one in rounds for seconds in one["seconds"]])
@@ -137,6 +151,7 @@ def main(bundle: Path, rounds: int, repetitions: int, cache: Path, out: Path) ->
         "targets": TARGETS,
         "results": rows,
         "training": json.loads((CHECKPOINT / REPORT).read_text()),
+        "skipped_steps": skipped_share(kept.results[f"0 {TURNS[0]}"]["said"], CHECKPOINT),
     }
     write_result(out, result, kept)
     click.echo(f"wrote {out}")

@@ -186,9 +186,34 @@ def conditions(row: dict[str, Any]) -> str:
     return ", ".join([*missed, *(words[name] for name, holds in row["conditions"].items() if holds)])
 
 
+def g2p_lines(result: dict[str, Any]) -> str:
+    """Return errors and words a second of the bundled model and its peer, and how it was trained."""
+    lines = [
+        "| model | beams | words at once | words a second, 1 thread | times g2p-en's | WER / PER, stress | without |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result["results"]:
+        found = row["errors"]
+        lines.append(
+            f"| `{row['engine']}` | {row['beams']} | {row['batch']} | {row['words_per_second']['p50']:,.0f} "
+            f"| {row['times_peer']:.1f} | {found['wer']:.1f} / {found['per']:.1f} % "
+            f"| {found['wer_without_stress']:.1f} / {found['per_without_stress']:.1f} % |"
+        )
+    trained = result["training"]
+    about = (
+        f"`g2p` has {trained['parameters']:,} parameters and was trained for {len(trained['epochs'])} epochs "
+        f"({trained['seconds'] / 60:.0f} minutes on one core). {result['words']:,} words that it never saw, a word is "
+        f"right if it is one of its {result['references']:,} pronunciations; g2p-en has probably seen them. With the "
+        f"hybrid threshold {trained['final']['hybrid_threshold']:.2f}, chosen on the validation part, "
+        f"{result['skipped_steps']:.1%} of all steps skip the cross-attention."
+    )
+    return "\n".join([*lines, "", about, "", f"{where(result, ('onnxruntime', 'numpy'))}."])
+
+
 # What stands between each pair of marks, in order. A result that nobody measured yet has no table.
 BLOCKS = {
     "engines": {"engines_greedy.json": engines_table},
+    "g2p": {"g2p.json": g2p_lines},
     "more": {
         "engines_beam.json": beams_table,
         "loop_overhead.json": loop_table,
