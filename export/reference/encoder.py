@@ -12,7 +12,6 @@ from fatdeploy.export.reference.attention import (
     Visible,
     masked_softmax,
     merge_heads,
-    slow_scores,
     split_heads,
 )
 from fatdeploy.export.reference.config import ModelConfig
@@ -31,11 +30,13 @@ class Source:
 
 
 def seen(config: ModelConfig, valid: Tensor) -> Tensor:
-    """Return which keys each query sees, [B, 1 or H, S, S]: mask of the attention, direction, padding."""
-    i = torch.arange(valid.shape[1], device=valid.device)[:, None]
-    j = i.T
+    """Return which keys each query sees, [B, 1 or H, 1 or S, S]: mask of the attention, direction, padding."""
     attention = config.encoder_attention
     kinds = attention if isinstance(attention, tuple) else (attention,)
+    if config.encoder_direction == "both" and not {"local", "strided", "global_tokens"}.intersection(kinds):
+        return valid[:, None, None, :]
+    i = torch.arange(valid.shape[1], device=valid.device)[:, None]
+    j = i.T
     masks = {
         "local": (i - j).abs() <= config.window,
         "strided": (i - j) % config.stride == 0,
@@ -71,6 +72,7 @@ class SlowAttention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.heads = config.heads
+        self.longest = config.max_source
         self.q = nn.Linear(config.width, config.width)
         self.kv = nn.Linear(config.width, 2 * config.width)
         self.turn_queries = nn.Parameter(torch.zeros(config.heads, config.head_width, config.head_width))
@@ -81,15 +83,17 @@ class SlowAttention(nn.Module):
 
     def forward(self, h: Tensor, source: Source) -> Tensor:
         if seams().folds:
-            a = split_heads(linear(source.embedded, *self._turned(self.q, self.turn_queries)), self.heads)
-            c, v = (
-                split_heads(part, self.heads) for part in linear(h, *self._turned(self.kv, self.turn_keys)).chunk(2, -1)
-            )
+            q = linear(source.embedded, *self._turned(self.q, self.turn_queries))
+            k, v = linear(h, *self._turned(self.kv, self.turn_keys)).chunk(2, -1)
+            a, c = (part.view(*part.shape[:2], self.heads, -1) for part in (q, k))  # [B, S, H, D]
         else:
-            k, v = (split_heads(part, self.heads) for part in self.kv(h).chunk(2, -1))
-            a = split_heads(self.q(source.embedded), self.heads) @ self.turn_queries.transpose(-1, -2)
-            c = k @ self.turn_keys.transpose(-1, -2)
-        mixed = merge_heads(self.dropout(source.visible.weights(slow_scores(a, c))) @ v)
+            q, (k, v) = self.q(source.embedded), self.kv(h).chunk(2, -1)
+            a, c = (
+                (split_heads(part, self.heads) @ turn.transpose(-1, -2)).transpose(1, 2)
+                for part, turn in ((q, self.turn_queries), (k, self.turn_keys))
+            )
+        weights = seams().weights(source.visible, seams().slow_scores(a, c, self.longest))
+        mixed = merge_heads(self.dropout(weights) @ split_heads(v, self.heads))
         gated: Tensor = self.out(mixed * self.gate(source.embedded).sigmoid())
         return gated
 

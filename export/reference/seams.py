@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from fatdeploy.export.reference.attention import LayerState, Scores, Visible, merge_heads, split_heads
+from fatdeploy.export.reference.attention import LayerState, Scores, Visible, merge_heads, slow_scores, split_heads
 
 # A number when decoding, a tensor without axes in a graph.
 Position = int | Tensor
@@ -25,6 +25,14 @@ class Seams:
     def n_keys(self, position: Position, steps: int, capacity: int) -> int:  # noqa: ARG002
         """Return how many target positions a call's queries are compared with: all that are written after it."""
         return int(position) + steps
+
+    def slow_scores(self, queries: Tensor, keys: Tensor, longest: int) -> Tensor:  # noqa: ARG002
+        """Return the slow attention's scores [B, H, I, J] from [B, I, H, D] and [B, J, H, D], J at most ``longest``."""
+        return slow_scores(queries.transpose(1, 2), keys.transpose(1, 2))
+
+    def weights(self, visible: Visible, scores: Tensor) -> Tensor:
+        """Return the weights of scores [B, H, I, J] over the keys that are visible."""
+        return visible.weights(scores)
 
     def attend(self, qkv: Tensor, scores: Scores, visible: Visible, dropout: nn.Dropout) -> Tensor:
         """Return self-attention [B, L, M] of packed queries, keys and values [B, L, 3M]."""
