@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fatdeploy.export.reference.attention import LayerState, Scores, Visible, merge_heads, split_heads
+from fatdeploy.export.reference.attention import FeatureMap, LayerState, Scores, Visible, merge_heads, split_heads
 from fatdeploy.export.reference.seams import Outputs, Position, Seams
 
 # Without this the branches of a condition, which torch traces another way, may not hold such an op.
@@ -28,6 +28,11 @@ def emitted(op: str, inputs: tuple[Tensor | None, ...], dtype: torch.dtype, shap
 def number(value: int) -> Tensor:
     """Return a tensor with one axis and one whole number; ``torch.tensor`` may not stand in a branch."""
     return torch.full((1,), value, dtype=torch.int64)
+
+
+def sizes(*values: int) -> Tensor:
+    """Return the sizes that a Reshape is given: 0 keeps an axis, -1 is what is left."""
+    return torch.cat([number(value) for value in values])
 
 
 def shape_of(x: Tensor, start: int, end: int) -> Tensor:
@@ -120,6 +125,22 @@ class OrtSeams(GraphSeams):
         )
         return mixed, tuple(caches)
 
+    def attend_recurrent(
+        self, qkv: Tensor, features: FeatureMap, heads: int, state: LayerState
+    ) -> tuple[Tensor, LayerState]:
+        if not features.of_each_number or not state:
+            return super().attend_recurrent(qkv, features, heads, state)
+        rows, steps, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
+        both, v = qkv.split([2 * width, width], -1)
+        q, k = features.queries(both).chunk(2, -1)
+        sums, next_sums = _linear((q, k, v, state[0]), heads)
+        # The normaliser is the same recurrence over values of one 1 a head.
+        normaliser, next_normaliser = _linear((q, k, qkv.new_ones(rows, steps, heads), state[1][..., None]), heads)
+        by_head = emitted("Reshape", (sums, sizes(0, 0, heads, -1)), sums.dtype, (rows, steps, heads, width // heads))
+        mixed = features.quotient(by_head, normaliser[..., None])
+        merged = emitted("Reshape", (mixed, sizes(0, 0, width)), mixed.dtype, (rows, steps, width))
+        return merged, (next_sums, next_normaliser.squeeze(-1))
+
     def attend_memory(self, q: Tensor, keys: Tensor, values: Tensor, scores: Scores, valid: Tensor) -> Tensor | None:
         if scores.vectors is not None:
             return None
@@ -171,6 +192,20 @@ def _bias(visible: Visible, like: Tensor) -> Tensor:
     """Return what to add to the scores, [B or 1, H or 1, I, J]."""
     bias = _hidden(visible, like)
     return bias.expand(*bias.shape[:2], like.shape[1], bias.shape[3])
+
+
+def _linear(inputs: tuple[Tensor, ...], heads: int) -> tuple[Tensor, Tensor]:
+    """Return q_t·S_t [R, t, H·D] of S_t = S_{t-1} + k_t v_t, from packed q, k, v and S [R, H, F, D]; and the last S."""
+    values, state = inputs[2:]
+    attended, following = torch.onnx.ops.symbolic_multi_out(
+        "com.microsoft::LinearAttention",
+        inputs,
+        {"q_num_heads": heads, "kv_num_heads": heads, "scale": 1.0, "update_rule": "linear"},
+        dtypes=(values.dtype, state.dtype),
+        shapes=(values.shape, state.shape),
+        version=1,
+    )
+    return attended, following
 
 
 def _multi_head(inputs: tuple[Tensor | None, ...], scores: Scores, shape: Any) -> Tensor:

@@ -127,6 +127,8 @@ class FeatureMap(nn.Module):
         super().__init__()
         self.kind: Features = config.features
         self.smallest_normaliser = 1e-3 if self.kind == "random" else 0.0
+        # Whether φ maps every number for itself, wherever its head and position stand.
+        self.of_each_number = self.kind == "elu"
         self.has_projection = self.kind in ("random", "performer")
         if self.has_projection:
             # Fixed, not learned, but saved with the weights: another draw would be another model.
@@ -156,7 +158,8 @@ class FeatureMap(nn.Module):
 
     def quotient(self, sums: Tensor, normaliser: Tensor) -> Tensor:
         """Return sums [B, H, I, D] over normaliser [B, H, I, 1], kept away from zero."""
-        return sums / (normaliser + 1e-6).clamp(min=self.smallest_normaliser)
+        away = normaliser + 1e-6
+        return sums / (away.clamp(min=self.smallest_normaliser) if self.smallest_normaliser else away)
 
 
 def linear_state(queries: Tensor, keys: Tensor, values: Tensor, state: LayerState) -> tuple[Tensor, Tensor, LayerState]:

@@ -11,9 +11,7 @@ from fatdeploy.export.reference.attention import (
     LayerState,
     Scores,
     Visible,
-    linear_state,
     masked_softmax,
-    merge_heads,
     split_heads,
 )
 from fatdeploy.export.reference.config import ModelConfig
@@ -93,9 +91,8 @@ class RecurrentAttention(nn.Module):
         self.features = FeatureMap(config)
 
     def forward(self, x: Tensor, state: LayerState, call: Call, position: Position) -> tuple[Tensor, LayerState]:  # noqa: ARG002
-        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, -1))
-        sums, normaliser, state = linear_state(self.features.queries(q), self.features.keys(k), v, state)
-        return self.out(merge_heads(self.features.quotient(sums, normaliser))), state
+        mixed, state = seams().attend_recurrent(self.qkv(x), self.features, self.heads, state)
+        return self.out(mixed), state
 
 
 class CrossAttention(nn.Module):

@@ -9,7 +9,16 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from fatdeploy.export.reference.attention import LayerState, Scores, Visible, merge_heads, slow_scores, split_heads
+from fatdeploy.export.reference.attention import (
+    FeatureMap,
+    LayerState,
+    Scores,
+    Visible,
+    linear_state,
+    merge_heads,
+    slow_scores,
+    split_heads,
+)
 
 # A number when decoding, a tensor without axes in a graph.
 Position = int | Tensor
@@ -49,6 +58,14 @@ class Seams:
             cache[:, :, start:end] = new
         keys, values = (cache[:, :, :end] for cache in state)
         return merge_heads(visible.weights(scores(q, keys)) @ values), state
+
+    def attend_recurrent(
+        self, qkv: Tensor, features: FeatureMap, heads: int, state: LayerState
+    ) -> tuple[Tensor, LayerState]:
+        """Return causal linear attention [R, t, M] of packed queries, keys and values, and the next state."""
+        q, k, v = (split_heads(part, heads) for part in qkv.chunk(3, -1))
+        sums, normaliser, state = linear_state(features.queries(q), features.keys(k), v, state)
+        return merge_heads(features.quotient(sums, normaliser)), state
 
     def attend_memory(self, q: Tensor, keys: Tensor, values: Tensor, scores: Scores, valid: Tensor) -> Tensor | None:  # noqa: ARG002
         """Return attention [R, t, M] to the source if the target has one op for it; None if it is to be spelled out."""
