@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fatdeploy.export.reference.attention import FeatureMap, LayerState, Scores, Visible, merge_heads, split_heads
-from fatdeploy.export.reference.seams import Outputs, Position, Seams
+from fatdeploy.export.reference.seams import Added, Outputs, Position, Seams
 
 # Without this the branches of a condition, which torch traces another way, may not hold such an op.
 symbolic = torch._dynamo.dont_skip_tracing(torch.onnx.ops.symbolic)
@@ -56,7 +56,7 @@ class GraphSeams(Seams):
         if at_once >= heads:
             total = _positive_squares(queries, keys)
         else:
-            parts = zip(queries.split(at_once, 2), keys.split(at_once, 2), strict=True)
+            parts = zip(torch.split(queries, at_once, 2), torch.split(keys, at_once, 2), strict=True)
             total = torch.cat([_positive_squares(q, k) for q, k in parts], -1)
         return (total.permute(0, 3, 1, 2) + 1e-6).sqrt() / math.sqrt(width)
 
@@ -86,6 +86,13 @@ class GraphSeams(Seams):
         shape = (rows.shape[0], heads, rows.shape[1], valid.shape[1])
         sizes = torch.cat([shape_of(rows, 0, 1), number(heads), shape_of(rows, 1, 2), shape_of(valid, 1, 2)])
         return emitted("Reshape", (weights.transpose(1, 2), sizes), weights.dtype, shape)
+
+    def in_source(self, tokens: Tensor, source: Tensor, valid: Tensor, like: Tensor) -> Tensor:
+        batch, each = source.shape[0], tokens.shape[0] * tokens.shape[1] // source.shape[0]
+        together = torch.cat([shape_of(source, 0, 1), sizes(-1, 1)])
+        grouped = emitted("Reshape", (tokens, together), tokens.dtype, (batch, each, 1))
+        equal = grouped == source.masked_fill(~valid, -1)[:, None]  # [B, n·t, S]
+        return self.by_row(equal.to(like.dtype).amax(-1), like)
 
     def copied(self, probability: Tensor, weights: Tensor, source: Tensor) -> Tensor:
         # A scatter that adds is refused by TensorRT, and would need the sources repeated a row.
@@ -131,23 +138,28 @@ class OrtSeams(GraphSeams):
         if not features.of_each_number or not state:
             return super().attend_recurrent(qkv, features, heads, state)
         rows, steps, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
-        both, v = qkv.split([2 * width, width], -1)
+        both, v = torch.split(qkv, [2 * width, width], -1)
         q, k = features.queries(both).chunk(2, -1)
         sums, next_sums = _linear((q, k, v, state[0]), heads)
         # The normaliser is the same recurrence over values of one 1 a head.
-        normaliser, next_normaliser = _linear((q, k, qkv.new_ones(rows, steps, heads), state[1][..., None]), heads)
+        together = torch.cat([shape_of(qkv, 0, 2), number(heads)])
+        ones = emitted("Expand", (qkv.new_ones(1), together), qkv.dtype, (rows, steps, heads))
+        normaliser, next_normaliser = _linear((q, k, ones, state[1][..., None]), heads)
         by_head = emitted("Reshape", (sums, sizes(0, 0, heads, -1)), sums.dtype, (rows, steps, heads, width // heads))
         mixed = features.quotient(by_head, normaliser[..., None])
         merged = emitted("Reshape", (mixed, sizes(0, 0, width)), mixed.dtype, (rows, steps, width))
         return merged, (next_sums, next_normaliser.squeeze(-1))
 
-    def attend_memory(self, q: Tensor, keys: Tensor, values: Tensor, scores: Scores, valid: Tensor) -> Tensor | None:
+    def attend_memory(
+        self, q: Tensor, memory: tuple[Tensor, Tensor], scores: Scores, valid: Tensor, added: Added | None
+    ) -> Tensor | None:
         if scores.vectors is not None:
             return None
         together = torch.cat([shape_of(valid, 0, 1), number(-1), shape_of(q, 2, 3)])
         shape = (valid.shape[0], q.shape[0] * q.shape[1] // valid.shape[0], q.shape[2])
         folded = emitted("Reshape", (q, together), q.dtype, shape)
-        attended = _multi_head((folded, keys, values, None, valid.to(torch.int32)), scores, shape)
+        bias = None if added is None else _added_by_source(added, q, valid)
+        attended = _multi_head((folded, *memory, None, valid.to(torch.int32), bias), scores, shape)
         return self.by_row(attended, q)
 
     def unless(self, idle: Tensor, act: Callable[[], Outputs], blank: Callable[[], Outputs]) -> Outputs | None:
@@ -156,9 +168,11 @@ class OrtSeams(GraphSeams):
 
     def project(self, hidden: Tensor, matrix: Tensor) -> Tensor:
         # Gemm reads the tied embedding as it is stored; a folded transpose would be a second copy of it.
-        flat = hidden.flatten(0, 1)
-        scores = emitted("Gemm", (flat, matrix), flat.dtype, (flat.shape[0], matrix.shape[0]), transB=1)
-        return scores.view(hidden.shape[0], hidden.shape[1], matrix.shape[0])
+        rows, steps, width = hidden.shape
+        flat = emitted("Reshape", (hidden, sizes(-1, width)), hidden.dtype, (rows * steps, width))
+        scores = emitted("Gemm", (flat, matrix), flat.dtype, (rows * steps, matrix.shape[0]), transB=1)
+        apart = torch.cat([shape_of(hidden, 0, 2), number(matrix.shape[0])])
+        return emitted("Reshape", (scores, apart), scores.dtype, (rows, steps, matrix.shape[0]))
 
 
 class StandardSeams(GraphSeams):
@@ -206,6 +220,18 @@ def _linear(inputs: tuple[Tensor, ...], heads: int) -> tuple[Tensor, Tensor]:
         version=1,
     )
     return attended, following
+
+
+def _added_by_source(added: Added, q: Tensor, valid: Tensor) -> Tensor:
+    """Return what is added to the scores of queries [R, t, M], as [B, 1, n·t, S]."""
+    rows = emitted("Expand", (added.at, shape_of(q, 0, 2)), added.at.dtype, q.shape[:2])
+    together = torch.cat([shape_of(valid, 0, 1), sizes(1, -1)])
+    shape = (valid.shape[0], 1, q.shape[0] * q.shape[1] // valid.shape[0])
+    at = emitted("Reshape", (rows, together), rows.dtype, shape)
+    # Gathered before it is cut: one position's scores are few, those of all positions are many.
+    everywhere = emitted("Gather", (added.table, at), added.table.dtype, (*shape, added.table.shape[1]))
+    cut = (everywhere, number(0), shape_of(valid, 1, 2), number(3))
+    return emitted("Slice", cut, everywhere.dtype, (*shape, valid.shape[1]))
 
 
 def _multi_head(inputs: tuple[Tensor | None, ...], scores: Scores, shape: Any) -> Tensor:

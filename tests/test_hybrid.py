@@ -67,7 +67,7 @@ def test_the_gate_opens_for_bos_frequent_tokens_and_those_of_the_rows_own_source
     tokens = torch.tensor([[1, 0, 5, 31, 32, 41, 50], [1, 0, 5, 31, 32, 60, 40]])
     gate = model._gate(tokens, memory)
     assert gate is not None
-    assert gate.tolist() == [[True, False, True, True, False, True, False]] * 2
+    assert gate.squeeze(-1).tolist() == [[1, 0, 1, 1, 0, 1, 0]] * 2
 
 
 @torch.inference_mode()
@@ -77,7 +77,7 @@ def test_a_padded_source_position_opens_no_gate() -> None:
     mask = torch.tensor([[True, False], [True, True]])
     gate = model._gate(torch.tensor([[45], [51]]), model.encode(source, mask))
     assert gate is not None
-    assert gate.tolist() == [[False], [True]]
+    assert gate.squeeze(-1).tolist() == [[0], [1]]
 
 
 @torch.inference_mode()

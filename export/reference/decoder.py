@@ -17,7 +17,7 @@ from fatdeploy.export.reference.attention import (
 from fatdeploy.export.reference.config import ModelConfig
 from fatdeploy.export.reference.layers import FeedForward, Residual, layer_norm
 from fatdeploy.export.reference.positions import RelativeScores
-from fatdeploy.export.reference.seams import Outputs, Position, seams
+from fatdeploy.export.reference.seams import Added, Outputs, Position, seams
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Call:
 
     at: Tensor  # [t] positions of the call
     visible: Visible  # target positions [R or 1, 1, t, J]
-    gate: Tensor | None  # [R, t] bool of the hybrid forward pass; None where there is none
+    gate: Tensor | None  # [R, t, 1] of the hybrid forward pass, 1 = open, 0 = closed; None where there is none
     weights_of: frozenset[int]  # the layers whose cross weights are wanted
 
 
@@ -98,8 +98,6 @@ class RecurrentAttention(nn.Module):
 class CrossAttention(nn.Module):
     """``scaled_dot``, ``dot`` or ``additive`` attention of the target to the source."""
 
-    plain = True  # a softmax of the scores and nothing else
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.heads = config.heads
@@ -107,12 +105,17 @@ class CrossAttention(nn.Module):
         self.kv = nn.Linear(config.width, 2 * config.width)
         self.out = nn.Linear(config.width, config.width)
         self.scores = Scores(config.cross_attention, config)
+        self.plain = True  # a softmax of the scores and of what is added to them
         self.dropout = nn.Dropout(config.dropout)
 
     def project(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values [B, H, S, D] of an encoder output."""
         k, v = (split_heads(part, self.heads) for part in self.kv(encoded).chunk(2, -1))
         return k, v
+
+    def added(self, at: Tensor) -> Added | None:  # noqa: ARG002
+        """Return what is added to the scores before a softmax, if anything is."""
+        return None
 
     def weigh(self, queries: Tensor, keys: Tensor, real: Tensor, at: Tensor) -> Tensor:  # noqa: ARG002
         """Return the weights [B, H, n, t, S] of queries at the target positions ``at`` [t]."""
@@ -127,7 +130,7 @@ class CrossAttention(nn.Module):
         """Return output [R, t, M] and, if to ``weigh``, [R, H, t, S]; the n rows of a source share its memory."""
         q, keys, values = self.q(x), memory.keys[layer], memory.values[layer]
         if self.plain and not weigh:
-            fused = seams().attend_memory(q, keys, values, self.scores, memory.valid)
+            fused = seams().attend_memory(q, (keys, values), self.scores, memory.valid, self.added(at))
             if fused is not None:
                 return (self.mix(x, fused),)
         queries = seams().by_source(q, memory.valid)  # [B, n, t, M]
@@ -141,15 +144,18 @@ class CrossAttention(nn.Module):
 class FastFullyConnected(CrossAttention):
     """Fast Fully Connected Softmax: a learned score a pair of positions, tanh weights, a gate, no output bias."""
 
-    plain = False
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.form = config.fc_softmax
+        self.plain = self.form == "softmax"
         self.position_scores = nn.Parameter(torch.zeros(config.max_target, config.max_source))
         self.head_bias = nn.Parameter(torch.zeros(config.heads))
         self.gate = nn.Linear(config.width, config.width)
         self.out = nn.Linear(config.width, config.width, bias=False)
+
+    def added(self, at: Tensor) -> Added:
+        # A head's bias is the same for all keys: a softmax does not see it.
+        return Added(self.position_scores, at)
 
     def weigh(self, queries: Tensor, keys: Tensor, real: Tensor, at: Tensor) -> Tensor:
         bias = (
@@ -198,13 +204,12 @@ class DecoderLayer(nn.Module):
                 return (torch.zeros_like(h),)
             return torch.zeros_like(h), h.new_zeros(h.shape[0], self.cross.heads, h.shape[1], memory.valid.shape[1])
 
-        outputs = act() if gate is None else seams().unless(~gate.any(), act, blank)
+        outputs = act() if gate is None else seams().unless(gate.amax((0, 1, 2)) == 0, act, blank)
         if outputs is None:
             return self.cross_residual.leave(x, None), None
         if gate is not None:
             # A closed row has the same output and weights, whether other rows kept the sub-layer going or not.
-            open_ = gate.to(h.dtype)
-            outputs = outputs[0] * open_[..., None], *(one * open_[:, None, :, None] for one in outputs[1:])
+            outputs = outputs[0] * gate, *(one * gate[:, None] for one in outputs[1:])
         return self.cross_residual.leave(x, outputs[0]), outputs[1] if weigh else None
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fatdeploy.errors import ConfigError, SpecMismatch
 from fatdeploy.export.reference.config import Activation, ModelConfig
@@ -146,7 +147,7 @@ class ReferenceModel(nn.Module):
         call = self.decoder.call(tokens, state, gate, wanted)
         embedded = self.target_embedding(tokens) * self.scale
         if gate is not None:
-            embedded = embedded * gate[..., None]
+            embedded = embedded * gate
         x = self.dropout(self.target_positions(embedded, call.at))
         h, weights, state = self.decoder(x, state, memory, call)
         return Decoded(self.head(h), weights, self._copy_gate(h, gate)), state
@@ -169,21 +170,25 @@ class ReferenceModel(nn.Module):
             raise SpecMismatch(f"step refused: {len(tokens)} rows do not divide among {len(memory.valid)} sources")
 
     def _gate(self, tokens: Tensor, memory: Memory) -> Tensor | None:
-        """Return which tokens carry source information, [R, t]: BOS, frequent ones, and those of the row's source."""
+        """Return 1 for tokens that carry source information, else 0, as [R, t, 1].
+
+        They are BOS, frequent ones, and those of the row's source; padding never is.
+        """
         if not self.config.hybrid:
             return None
-        grouped = seams().by_source(tokens, memory.source)  # [B, n, t]
-        equal = grouped[..., None] == memory.source[:, None, None, :]
-        in_source = seams().by_row((equal & memory.valid[:, None, None, :]).any(-1), tokens)
-        carries = (tokens == self.config.bos_id) | self.keep[tokens] | in_source
-        return carries & (tokens != self.config.pad_id)
+        ids = torch.arange(self.config.vocab_size, device=tokens.device)
+        # Of the weights alone: 1 for what always carries it; for padding so little that its source does not open it.
+        always = (self.keep | (ids == self.config.bos_id)).to(self.output.weight.dtype)
+        always = always - 2 * (ids == self.config.pad_id)
+        carried = functional.embedding(tokens, always[:, None])
+        return (carried + seams().in_source(tokens, memory.source, memory.valid, carried)).clamp(0, 1)
 
     def _copy_gate(self, h: Tensor, gate: Tensor | None) -> Tensor | None:
         if self.copy is None:
             return None
         generated: Tensor = self.copy(h).sigmoid()
         # Without source information there is nothing to copy.
-        return generated if gate is None else generated.masked_fill(~gate[..., None], 1.0)
+        return generated if gate is None else generated.masked_fill(gate == 0, 1.0)
 
     def _length_logits(self, encoded: Tensor, valid: Tensor) -> Tensor | None:
         if self.length is None:

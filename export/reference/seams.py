@@ -6,6 +6,7 @@ traces, so that every graph comes from the same model code and nothing is patter
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -23,6 +24,14 @@ from fatdeploy.export.reference.attention import (
 # A number when decoding, a tensor without axes in a graph.
 Position = int | Tensor
 Outputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Added:
+    """Scores of a target and a source position, added to those of queries and keys."""
+
+    table: Tensor  # [max_target, max_source]
+    at: Tensor  # [t] positions of a call
 
 
 class Seams:
@@ -67,9 +76,24 @@ class Seams:
         sums, normaliser, state = linear_state(features.queries(q), features.keys(k), v, state)
         return merge_heads(features.quotient(sums, normaliser)), state
 
-    def attend_memory(self, q: Tensor, keys: Tensor, values: Tensor, scores: Scores, valid: Tensor) -> Tensor | None:  # noqa: ARG002
-        """Return attention [R, t, M] to the source if the target has one op for it; None if it is to be spelled out."""
+    def attend_memory(
+        self,
+        q: Tensor,  # noqa: ARG002
+        memory: tuple[Tensor, Tensor],  # noqa: ARG002
+        scores: Scores,  # noqa: ARG002
+        valid: Tensor,  # noqa: ARG002
+        added: Added | None,  # noqa: ARG002
+    ) -> Tensor | None:
+        """Return attention [R, t, M] to the source's keys and values [B, H, S, D] if the target has one op for it.
+
+        None if it is to be spelled out.
+        """
         return None
+
+    def in_source(self, tokens: Tensor, source: Tensor, valid: Tensor, like: Tensor) -> Tensor:
+        """Return 1 for tokens [R, t] that are among their source's real ids, else 0, in the shape of ``like``."""
+        equal = self.by_source(tokens, source)[..., None] == source[:, None, None, :]  # [B, n, t, S]
+        return (equal & valid[:, None, None, :]).any(-1).to(like.dtype).reshape(like.shape)
 
     def by_source(self, x: Tensor, batch: Tensor) -> Tensor:
         """Return [R, t, …] as [B, n, t, …], n rows for each of the sources in ``batch`` [B, …]."""
