@@ -13,7 +13,7 @@ from fatdeploy.export.reference.config import ModelConfig
 from fatdeploy.export.reference.presets import config_from_preset
 from fatdeploy.export.tokenizers import TextCoder, built_tokenizer
 from fatdeploy.export.training.curve import curve_svg
-from fatdeploy.export.training.data import Parts, id_pairs
+from fatdeploy.export.training.data import Parts, ids_of_parts
 from fatdeploy.export.training.resume import STATE, load_record, replaced_file
 from fatdeploy.export.training.settings import TrainSettings
 from fatdeploy.export.training.start import untrained_model
@@ -56,12 +56,11 @@ class Training:
     def __init__(self, plan: Plan, parts: Parts, folder: Path, *, resume: bool) -> None:
         self.folder, self._plan, self._parts = folder, plan, parts
         self.coder = built_tokenizer(
-            [(pair.source, pair.target) for pair in parts.train], plan.tokenizer, vocab_size=plan.vocab_size
+            [(pair.source, pair.target) for pair in parts.train.pairs], plan.tokenizer, vocab_size=plan.vocab_size
         )
         self.config = plan.config(self.coder)
-        ids = id_pairs(parts.train, self.coder, self.config, "training pairs")
-        apart = id_pairs(parts.validation, self.coder, self.config, "validation pairs")
-        self.validation = Validation(parts.validation, apart, self.coder)
+        ids, apart = ids_of_parts(parts, self.coder, self.config)
+        self.validation = Validation(parts.validation.pairs, apart, self.coder)
         model = untrained_model(self.config, plan.settings.seed)
         self.trainer = Trainer(model, ids, plan.settings, folder, self.validation, self._identity())
         if resume:
@@ -145,7 +144,7 @@ class Training:
             "settings": asdict(self._plan.settings),
             "tokenizer": self._plan.tokenizer,
             "parameters": sum(one.numel() for one in self.trainer.model.parameters()),
-            "pairs": {"train": len(self._parts.train), "validation": len(self._parts.validation)},
+            "pairs": {"train": len(self._parts.train.pairs), "validation": len(self._parts.validation.pairs)},
             "pairs_sha256": self._parts.digest,
             "epochs": [asdict(epoch) for epoch in progress.epochs],
             "seconds": progress.seconds,
