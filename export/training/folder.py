@@ -2,10 +2,10 @@
 
 import logging
 import os
+import shutil
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -17,22 +17,29 @@ if sys.platform != "win32":
 
 log = logging.getLogger(__name__)
 
+NEW = ".new"
+
 
 def replaced_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file beside the one of that name, then put it in its place: a crash leaves the old one or the new one."""
-    new = path.with_name(f".{path.name}.new")
+    """Write a file elsewhere, then put it in the place of the old one: a crash leaves the one or the other.
+
+    Elsewhere is a folder beside it: what a killed process left there, a library's temporary files too, goes with it.
+    """
+    beside = path.parent / NEW
+    new = beside / path.name
     try:
+        beside.mkdir(exist_ok=True)
         write(new)
         with new.open("rb") as file:
             os.fsync(file.fileno())
         new.replace(path)
     except (OSError, SafetensorError) as error:
-        with suppress(OSError):
-            new.unlink()
         raise CheckpointError(
             f"cannot write {path}: {error}; what was saved before is untouched: make room and go on with --resume, or "
             "choose another folder"
         ) from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 class FolderLock:

@@ -14,6 +14,7 @@ from fatdeploy.errors import CheckpointError
 from fatdeploy.export.reference.checkpoint import stored_tensors
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.training.folder import replaced_file
+from fatdeploy.folders import share
 
 STATE = "state.safetensors"
 _RECORD, _RANDOM = "record", "random"
@@ -28,7 +29,12 @@ def save_state(path: Path, model: ReferenceModel, optimiser: AdamW, record: dict
         tensors |= {f"{kind}.{names[id(parameter)]}": tensor for kind, tensor in state.items()}
     tensors[_RANDOM] = torch.get_rng_state()
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    replaced_file(path, lambda new: save_file(whole, new, metadata={_RECORD: json.dumps(record)}))
+
+    def write(new: Path) -> None:
+        save_file(whole, new, metadata={_RECORD: json.dumps(record)})
+        share(new)
+
+    replaced_file(path, write)
 
 
 def load_record(path: Path) -> dict[str, Any]:
