@@ -122,7 +122,7 @@ def train(
 def _train(training: "Training") -> None:
     from fatdeploy.export.training.trainer import Epoch
 
-    with _live_line(training) as line, _asked_to_stop() as asked:
+    with _live_line(training) as line, asked_to_stop() as asked:
         for event in training.events():
             if isinstance(event, Epoch):
                 line.clear()
@@ -136,7 +136,7 @@ def _train(training: "Training") -> None:
 
 
 @contextmanager
-def _asked_to_stop() -> Iterator[Event]:
+def asked_to_stop() -> Iterator[Event]:
     """Yield what is set by the first Ctrl-C or SIGTERM, so that no step is cut in two; the second one acts at once."""
     asked = Event()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
