@@ -2,21 +2,25 @@
 
 import json
 import logging
+import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from threading import Event
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from fatdeploy.export.commands import need_export_packages
+from fatdeploy.export.training.settings import TrainSettings
 
 if TYPE_CHECKING:
     # Not at run time: a command's help must not need torch.
     from fatdeploy.export.training.run import Training
     from fatdeploy.export.training.trainer import Epoch, Score
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class Change(click.ParamType[tuple[str, Any]]):
@@ -32,6 +36,14 @@ class Change(click.ParamType[tuple[str, Any]]):
             return name, json.loads(text)
         except json.JSONDecodeError:
             return name, text
+
+
+def _setting(name: str, text: str) -> Callable[[Command], Command]:
+    """Return the option of one of TrainSettings, with its type and default; the settings know their ranges."""
+    default = getattr(TrainSettings(), name)
+    return click.option(
+        f"--{name.replace('_', '-')}", default=default, show_default=True, type=type(default), help=text
+    )
 
 
 @click.command(
@@ -58,24 +70,21 @@ Examples:
     help="characters; symbols: targets are symbols between blanks, such as phonemes; bpe: pieces of words, learned.",
 )
 @click.option("--vocab-size", type=click.IntRange(1), help="Most tokens of bpe; 8000 unless said.")
-@click.option("--epochs", default=20, show_default=True, type=click.IntRange(1), help="How often all pairs are read.")
-@click.option("--batch-size", default=128, show_default=True, type=click.IntRange(1), help="Pairs a step.")
-@click.option("--learning-rate", default=1.5e-3, show_default=True, type=float, help="The highest of all steps.")
-@click.option("--warmup", default=300, show_default=True, type=click.IntRange(0), help="Steps until it is reached.")
-@click.option("--weight-decay", default=0.01, show_default=True, type=float, help="Of matrices, a step.")
-@click.option("--clip", default=1.0, show_default=True, type=float, help="Longest gradient; 0 leaves it as it is.")
-@click.option("--label-smoothing", default=0.1, show_default=True, type=float, help="Given to all other tokens.")
-@click.option(
-    "--scheduled-sampling", default=0.0, show_default=True, type=float, help="Share of its own words read at the end."
-)
-@click.option(
-    "--guided-attention", default=0.0, show_default=True, type=float, help="Weight of attention off the diagonal."
-)
+@_setting("epochs", "How often all pairs are read.")
+@_setting("batch_size", "Pairs a step.")
+@_setting("learning_rate", "The highest of all steps.")
+@_setting("warmup", "Steps until it is reached.")
+@_setting("weight_decay", "Of matrices, a step.")
+@_setting("clip", "Longest gradient; 0 leaves it as it is.")
+@_setting("label_smoothing", "Given to all other tokens.")
+@_setting("scheduled_sampling", "Share of its own words read at the end.")
+@_setting("guided_attention", "Weight of attention off the diagonal.")
 @click.option(
     "--draw-threshold", is_flag=True, help="Learn with all hybrid thresholds, then choose the lowest good one."
 )
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**31 - 1), help="Of weights and order.")
-@click.option("--threads", default=1, show_default=True, type=click.IntRange(1), help="Of torch.")
+@_setting("seed", "Of weights and order.")
+@_setting("threads", "Of torch.")
+@_setting("save_seconds", "Between two states to resume from; one is saved after every epoch, too.")
 @click.option("--resume", is_flag=True, help="Go on where a training in this folder was stopped.")
 @click.option("--force", is_flag=True, help="Train anew in a folder that is there.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report of the training as JSON.")
@@ -92,7 +101,6 @@ def train(
     from fatdeploy.errors import ConfigError
     from fatdeploy.export.training.data import read_parts
     from fatdeploy.export.training.run import REPORT, Plan, Training
-    from fatdeploy.export.training.settings import TrainSettings
 
     if resume and force:
         raise click.UsageError("--resume and --force exclude each other")
@@ -101,12 +109,12 @@ def train(
     chosen = {name: options.pop(name) for name in ("preset", "tokenizer", "vocab_size")}
     changes = dict(options.pop("changes"))
     plan = Plan(**chosen, changes=changes, settings=TrainSettings(**options))
-    training = Training(plan, read_parts(pairs, validation), out, resume=resume)
-    _warn_of_unknown(training)
-    _train(training)
-    score = training.finish(_say_threshold)
+    with closing(Training(plan, read_parts(pairs, validation), out, resume=resume)) as training:
+        _warn_of_unknown(training)
+        _train(training)
+        score = training.finish(_say_threshold)
     if as_json:
-        click.echo((out / REPORT).read_text())
+        click.echo((out / REPORT).read_text(encoding="utf-8"), nl=False)
         return
     click.echo(f"{out}: {_score_line(score)}. Next: fatdeploy export {out} --out {out}.bundle")
 
@@ -114,17 +122,39 @@ def train(
 def _train(training: "Training") -> None:
     from fatdeploy.export.training.trainer import Epoch
 
-    with _live_line(training) as line:
-        try:
-            for event in training.events():
-                if isinstance(event, Epoch):
-                    line.clear()
-                    _say_epoch(event, training.trainer.settings.epochs)
-                else:
-                    line.show(event.epoch, event.step, event.loss)
-        except KeyboardInterrupt:
-            training.trainer.save()
-            raise click.ClickException("stopped; what was learned is saved, go on with --resume") from None
+    with _live_line(training) as line, asked_to_stop() as asked:
+        for event in training.events():
+            if isinstance(event, Epoch):
+                line.clear()
+                _say_epoch(event, training.trainer.settings.epochs)
+            else:
+                line.show(event.epoch, event.step, event.loss)
+            if asked.is_set():
+                training.trainer.save()
+                line.clear()
+                raise click.ClickException("stopped; what was learned is saved, go on with --resume")
+
+
+@contextmanager
+def asked_to_stop() -> Iterator[Event]:
+    """Yield what is set by the first Ctrl-C or SIGTERM, so that no step is cut in two; the second one acts at once."""
+    asked = Event()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore(*_: object) -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def ask(*_: object) -> None:
+        asked.set()
+        restore()
+
+    for number in before:
+        signal.signal(number, ask)
+    try:
+        yield asked
+    finally:
+        restore()
 
 
 class _Line:
@@ -179,8 +209,7 @@ def _say_threshold(threshold: float, score: "Score") -> None:
 
 
 def _score_line(score: "Score") -> str:
-    values = asdict(score)
-    return f"token errors {values['token_error_rate']:.2f} %, sources with any {values['sequence_error_rate']:.2f} %"
+    return f"token errors {score.token_error_rate:.2f} %, sources with any {score.sequence_error_rate:.2f} %"
 
 
 def _warn_of_unknown(training: "Training") -> None:

@@ -26,7 +26,7 @@ def replaced_folder(folder: Path, *, force: bool = False) -> Iterator[Path]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        new.chmod(0o777 & ~_umask())  # mkdtemp makes it private, an artifact is for others to read
+        share(new)
         yield new
         _settle(new)
         _exchange(new, folder)
@@ -34,10 +34,11 @@ def replaced_folder(folder: Path, *, force: bool = False) -> Iterator[Path]:
         shutil.rmtree(new, ignore_errors=True)
 
 
-def _umask() -> int:
+def share(path: Path) -> None:
+    """Give a file or folder the mode of any other: libraries that write to temporary names make these private."""
     mask = os.umask(0)
     os.umask(mask)
-    return mask
+    path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
 
 
 def _settle(folder: Path) -> None:

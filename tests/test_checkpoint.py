@@ -179,6 +179,10 @@ def test_a_save_that_is_killed_leaves_the_old_checkpoint(folder: Path, moment: s
     assert load_checkpoint(folder).config.hybrid is True
 
 
+def test_others_may_read_all_files_of_a_checkpoint(folder: Path) -> None:
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
+
+
 def test_a_model_on_its_own_saves_what_a_strict_load_accepts(tmp_path: Path) -> None:
     untrained = ReferenceModel(tiny({}).config)
     save_checkpoint(untrained, tmp_path / "model")

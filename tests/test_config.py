@@ -105,6 +105,16 @@ def test_an_unknown_preset_is_refused_with_those_there_are() -> None:
         config_from_preset("fat-huge")
 
 
+def test_a_preset_with_names_that_no_configuration_has_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"refused: widht: unknown; colour: unknown; known are vocab_size, width, "):
+        config_from_preset("fat-tiny", widht=64, colour=1)
+
+
+def test_a_preset_takes_a_list_where_a_tuple_belongs() -> None:
+    config = config_from_preset("fast-tiny", encoder_attention=["local", "strided"])
+    assert config.encoder_attention == ("local", "strided")
+
+
 def test_there_are_five_presets_in_three_sizes() -> None:
     assert len(preset_names()) == 15
     assert {"transformer-base", "transformer-nat-small", "fast-tiny", "at-base", "fat-small"} <= set(preset_names())

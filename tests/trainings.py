@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from fatdeploy.export.training.data import Parts
+from fatdeploy.export.training.data import Part, Parts
 from fatdeploy.export.training.run import Plan, Training
 from fatdeploy.export.training.settings import TrainSettings
 from fatdeploy.pairs import Pair
@@ -23,8 +23,13 @@ def spelled(count: int, seed: int = 0, longest: int = 4) -> list[Pair]:
 
 def parts(count: int = 320) -> Parts:
     """Return pairs of which one in ten is for validation."""
-    pairs = spelled(count)
-    return Parts(pairs[count // 10 :], pairs[: count // 10])
+    pairs, apart = spelled(count), count // 10
+    return Parts(part_of(pairs[apart:], "train.tsv"), part_of(pairs[:apart], "validation.tsv"))
+
+
+def part_of(pairs: list[Pair], path: str) -> Part:
+    """Return pairs as if a file had them."""
+    return Part(Path(path), pairs, range(1, len(pairs) + 1))
 
 
 def plan(preset: str = "fat-tiny", changes: dict[str, Any] | None = None, **settings: Any) -> Plan:

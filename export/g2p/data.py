@@ -33,10 +33,10 @@ def entries_from_text(text: str) -> list[Entry]:
     """Return words and their phonemes, a variant each, in the order of the file; comments begin with #."""
     entries = []
     for line in text.splitlines():
-        word, *phonemes = line.partition("#")[0].split()
+        word, _, phonemes = line.partition("#")[0].partition(" ")
         word = re.sub(r"\(\d+\)$", "", word)
-        if WORD.fullmatch(word) and len(phonemes) <= MOST_PHONEMES:
-            entries.append((word, " ".join(phonemes)))
+        if WORD.fullmatch(word) and 0 < len(phonemes.split()) <= MOST_PHONEMES:
+            entries.append((word, " ".join(phonemes.split())))
     return entries
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fatdeploy.errors import CheckpointError, ConfigError, in_one_line
 from fatdeploy.export.reference.config import ModelConfig
 from fatdeploy.export.reference.model import ReferenceModel
-from fatdeploy.folders import replaced_folder
+from fatdeploy.folders import replaced_folder, share
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 
@@ -39,6 +39,7 @@ def save_weights(model: ReferenceModel, path: Path, *, half: bool = False) -> No
     """Write a model's tensors, each once; ``half`` stores numbers in half precision."""
     tensors = {name: tensor.detach().contiguous() for name, tensor in stored_tensors(model).items()}
     save_file({name: one.half() if half and one.is_floating_point() else one for name, one in tensors.items()}, path)
+    share(path)
 
 
 def load_checkpoint(folder: str | Path) -> ReferenceModel:

@@ -144,18 +144,25 @@ class ModelConfig:
             raise ConfigError(f"configuration is not JSON: {error}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"configuration is a JSON {type(values).__name__}, expected an object")
+        return cls.from_dict(values)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
+        """Return the configuration with these values, lists for tuples; unknown and missing names are refused."""
         fields = {field.name: field for field in dataclasses.fields(cls)}
-        reasons = [f"{name}: unknown" for name in values if name not in fields]
+        unknown = [name for name in values if name not in fields]
+        reasons = [f"{name}: unknown" for name in unknown]
         reasons += [
             f"{name}: missing"
             for name, field in fields.items()
             if name not in values and field.default is dataclasses.MISSING
         ]
+        if unknown:
+            reasons.append(f"known are {', '.join(fields)}")
         if reasons:
             raise ConfigError(in_one_line("configuration refused", reasons))
-        if isinstance(values.get("encoder_attention"), list):
-            values["encoder_attention"] = tuple(values["encoder_attention"])
-        return cls(**values)
+        attention = values.get("encoder_attention")
+        return cls(**{**values, "encoder_attention": tuple(attention)} if isinstance(attention, list) else values)
 
     def _wrong_values(self) -> list[str]:
         # `not a >= b` instead of `a < b` throughout: it also refuses NaN.

@@ -48,4 +48,4 @@ def config_from_preset(name: str, **changes: Any) -> ModelConfig:
         **PRESETS[preset],
         **changes,
     }
-    return ModelConfig(**values)
+    return ModelConfig.from_dict(values)

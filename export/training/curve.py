@@ -26,10 +26,11 @@ def curve_svg(epochs: Sequence[Epoch]) -> str:
         *_axes(len(epochs), tops["training loss"], tops["token error rate"]),
     ]
     for index, (name, values) in enumerate(columns.items()):
-        points = " ".join(
-            f"{_x(place, len(epochs)):.1f},{_y(value / tops[name]):.1f}" for place, value in enumerate(values)
-        )
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[name]}" stroke-width="2"/>')
+        points = [(_x(place, len(epochs)), _y(value / tops[name])) for place, value in enumerate(values)]
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{COLOURS[name]}" stroke-width="2"/>')
+        # A line of one point cannot be seen.
+        parts.append(f'<circle cx="{points[-1][0]:.1f}" cy="{points[-1][1]:.1f}" r="3" fill="{COLOURS[name]}"/>')
         parts.append(
             f'<text x="{MARGIN + 170 * index}" y="20" fill="{COLOURS[name]}">{escape(name)}: {values[-1]:.3g}</text>'
         )
@@ -37,8 +38,9 @@ def curve_svg(epochs: Sequence[Epoch]) -> str:
     if best is not None:
         x = _x(best, len(epochs))
         parts.append(f'<line x1="{x:.1f}" y1="{_y(0)}" x2="{x:.1f}" y2="{_y(1)}" stroke="#999" stroke-dasharray="4"/>')
+        anchor = "start" if x < WIDTH / 2 else "end"
         parts.append(
-            f'<text x="{x:.1f}" y="{_y(1) - 4:.0f}" text-anchor="end" fill="#666">kept: epoch {best + 1}</text>'
+            f'<text x="{x:.1f}" y="{_y(1) - 4:.0f}" text-anchor="{anchor}" fill="#666">kept: epoch {best + 1}</text>'
         )
     return "\n".join([*parts, "</svg>"]) + "\n"
 

@@ -1,33 +1,47 @@
 """What is trained on: pairs as tokens, those kept apart for validation, and a digest of all of it."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fatdeploy.errors import ConfigError, DataError, in_one_line
+from fatdeploy.errors import DataError
 from fatdeploy.export.reference.config import ModelConfig
 from fatdeploy.export.tokenizers import TextCoder
 from fatdeploy.export.training.batches import IdPair
-from fatdeploy.pairs import MOST_NAMED, Pair, read_pairs
+from fatdeploy.pairs import Pair, error_of_lines, read_pairs
 
-# Without a file of validation pairs, one source in so many is kept apart.
+# Without a file of validation pairs, about one source in so many is kept apart.
 KEPT_APART = 50
+
+
+@dataclass(frozen=True)
+class Part:
+    """Pairs of a file, and the number of each one's line."""
+
+    path: Path
+    pairs: Sequence[Pair]
+    lines: Sequence[int]
+
+    def of(self, sources: set[str], *, inside: bool) -> "Part":
+        """Return the pairs whose source is among these, or is not."""
+        kept = [place for place, pair in enumerate(self.pairs) if (pair.source in sources) == inside]
+        return Part(self.path, [self.pairs[place] for place in kept], [self.lines[place] for place in kept])
 
 
 @dataclass(frozen=True)
 class Parts:
     """Pairs to learn from, and pairs to validate with; no source is in both."""
 
-    train: Sequence[Pair]
-    validation: Sequence[Pair]
+    train: Part
+    validation: Part
 
     @property
     def digest(self) -> str:
         """A hash of all pairs in their order."""
         digest = hashlib.sha256()
         for part in (self.train, self.validation):
-            for pair in part:
+            for pair in part.pairs:
                 digest.update(f"{pair.source}\t{pair.target}\n".encode())
             digest.update(b"\0")
         return digest.hexdigest()
@@ -35,46 +49,63 @@ class Parts:
 
 def read_parts(train: Path, validation: Path | None) -> Parts:
     """Return the pairs of the files; without one for validation, some sources of the other are kept apart for it."""
-    pairs = read_pairs(train)
-    if validation is not None:
-        apart = read_pairs(validation)
-        shared = {pair.source for pair in pairs} & {pair.source for pair in apart}
-        if shared:
-            named = ", ".join(repr(source) for source in sorted(shared)[:5])
-            raise DataError(
-                f"{validation}: {len(shared)} of its sources are in {train} too, so it would measure what was "
-                f"learned by heart: {named}; remove them from one of the files"
-            )
-        return Parts(pairs, apart)
-    # By a hash of the source: variants of one stay together, and a longer file keeps what a shorter one kept.
-    ranked = sorted({pair.source for pair in pairs}, key=lambda source: hashlib.sha1(source.encode()).digest())  # noqa: S324
-    if len(ranked) < 2:
+    part = _read(train)
+    if validation is None:
+        apart_sources = _kept_apart(train, {pair.source for pair in part.pairs})
+        return Parts(part.of(apart_sources, inside=False), part.of(apart_sources, inside=True))
+    apart = _read(validation)
+    shared = {pair.source for pair in part.pairs} & {pair.source for pair in apart.pairs}
+    if shared:
+        named = ", ".join(repr(source) for source in sorted(shared)[:5])
         raise DataError(
-            f"{train} has only one source, and one must be kept apart for validation: add pairs, or pass --validation"
+            f"{validation}: {len(shared)} of its sources are in {train} too, so it would measure what was "
+            f"learned by heart: {named}; remove them from one of the files"
         )
-    apart_sources = set(ranked[: max(1, len(ranked) // KEPT_APART)])
-    return Parts(
-        [pair for pair in pairs if pair.source not in apart_sources],
-        [pair for pair in pairs if pair.source in apart_sources],
-    )
+    return Parts(part, apart)
 
 
-def id_pairs(pairs: Sequence[Pair], coder: TextCoder, config: ModelConfig, name: str) -> list[IdPair]:
-    """Return pairs as tokens; those that the model has no room for are told together."""
-    ids = [IdPair(coder.source_ids(pair.source), coder.target_ids(pair.target)) for pair in pairs]
-    # A target is read after BOS or said before EOS: one more position.
-    most = {"source": config.max_source, "target": config.max_target - (0 if config.parallel else 1)}
-    wrong = [
-        f"{side} {getattr(pair, side)[:40]!r} has {len(tokens)} tokens"
-        for pair, one in zip(pairs, ids, strict=True)
-        for side, tokens in (("source", one.source), ("target", one.target))
-        if not 1 <= len(tokens) <= most[side]
-    ]
+def _read(path: Path) -> Part:
+    pairs = read_pairs(path)
+    return Part(path, pairs, range(1, len(pairs) + 1))
+
+
+def _kept_apart(path: Path, sources: Iterable[str]) -> set[str]:
+    """Return the sources for validation: those with a small hash, so that a longer file keeps what a shorter one kept.
+
+    At least one is kept apart, and one is left.
+    """
+    share = {source: int.from_bytes(hashlib.sha256(source.encode()).digest()[:8]) / 2**64 for source in sources}
+    if len(share) < 2:
+        raise DataError(
+            f"{path} has only one source, and one must be kept apart for validation: add pairs, or pass --validation"
+        )
+    count = sum(one < 1 / KEPT_APART for one in share.values())
+    return set(sorted(share, key=share.__getitem__)[: min(max(count, 1), len(share) - 1)])
+
+
+def ids_of_parts(parts: Parts, coder: TextCoder, config: ModelConfig) -> tuple[list[IdPair], list[IdPair]]:
+    """Return both parts as tokens; lines that the model has no room for are told together."""
+    # What is said ends with EOS, what is read begins with BOS: one more position, unless a head says the length.
+    most_target = config.max_target - (0 if config.parallel and config.length == "head" else 1)
+    found: list[list[IdPair]] = []
+    wrong: dict[Path, dict[int, str]] = {}
+    for part in (parts.train, parts.validation):
+        ids = [IdPair(coder.source_ids(pair.source), coder.target_ids(pair.target)) for pair in part.pairs]
+        for line, one in zip(part.lines, ids, strict=True):
+            sides = [("source", len(one.source), config.max_source), ("target", len(one.target), most_target)]
+            if long := [f"{side} has {count} tokens" for side, count, most in sides if count > most]:
+                wrong.setdefault(part.path, {})[line] = f"{' and '.join(long)} at line {line}"
+        found.append(ids)
     if wrong:
-        named = wrong[:MOST_NAMED] + ([f"and {len(wrong) - MOST_NAMED} more"] if len(wrong) > MOST_NAMED else [])
-        room = f"a source has 1…{most['source']} tokens and a target 1…{most['target']}"
-        raise ConfigError(
-            f"{in_one_line(f'{name}: {len(wrong)} texts do not fit', named)}; {room}: remove them, or raise the limits "
-            "with --set max_source=N, --set max_target=N"
-        )
-    return ids
+        raise _too_long(parts, wrong, f"a source has {config.max_source} tokens at most and a target {most_target}")
+    return found[0], found[1]
+
+
+def _too_long(parts: Parts, wrong: dict[Path, dict[int, str]], limits: str) -> DataError:
+    """Return the error that tells of long lines in the order of each file."""
+    expected = f"{limits} (--set max_source=N --set max_target=N is another limit)"
+    told = []
+    for path, reasons in wrong.items():
+        count = sum(len(part.pairs) for part in (parts.train, parts.validation) if part.path == path)
+        told.append(str(error_of_lines(path, [reasons[line] for line in sorted(reasons)], f"{count} lines", expected)))
+    return DataError("; ".join(told))

@@ -1,8 +1,6 @@
 """What a killed training goes on from: one file with weights, optimiser and random state, replaced as a whole."""
 
 import json
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +13,12 @@ from torch.optim import AdamW
 from fatdeploy.errors import CheckpointError
 from fatdeploy.export.reference.checkpoint import stored_tensors
 from fatdeploy.export.reference.model import ReferenceModel
+from fatdeploy.export.training.folder import replaced_file
+from fatdeploy.folders import share
 
 STATE = "state.safetensors"
 _RECORD, _RANDOM = "record", "random"
-
-
-def replaced_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file beside the one of that name, then put it in its place: a crash leaves the old one or the new one."""
-    new = path.with_name(f".{path.name}.new")
-    try:
-        write(new)
-        with new.open("rb") as file:
-            os.fsync(file.fileno())
-        new.replace(path)
-    except (OSError, SafetensorError) as error:
-        new.unlink(missing_ok=True)
-        raise CheckpointError(
-            f"cannot write {path}: {error}; what was saved before is untouched. Make room or choose another folder, "
-            "then train again with --resume"
-        ) from error
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW remembers of each parameter
 
 
 def save_state(path: Path, model: ReferenceModel, optimiser: AdamW, record: dict[str, Any]) -> None:
@@ -44,13 +29,17 @@ def save_state(path: Path, model: ReferenceModel, optimiser: AdamW, record: dict
         tensors |= {f"{kind}.{names[id(parameter)]}": tensor for kind, tensor in state.items()}
     tensors[_RANDOM] = torch.get_rng_state()
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    replaced_file(path, lambda new: save_file(whole, new, metadata={_RECORD: json.dumps(record)}))
+
+    def write(new: Path) -> None:
+        save_file(whole, new, metadata={_RECORD: json.dumps(record)})
+        share(new)
+
+    replaced_file(path, write)
 
 
 def load_record(path: Path) -> dict[str, Any]:
     """Return what was recorded with a state."""
-    record: dict[str, Any] = _read(path)[1]
-    return record
+    return _read(path)[1]
 
 
 def load_state(path: Path, model: ReferenceModel, optimiser: AdamW) -> dict[str, Any]:
@@ -61,19 +50,26 @@ def load_state(path: Path, model: ReferenceModel, optimiser: AdamW) -> dict[str,
             for name, tensor in stored_tensors(model).items():
                 tensor.copy_(tensors[f"model.{name}"])
         for name, parameter in model.named_parameters():
-            kinds = ("step", "exp_avg", "exp_avg_sq")
+            # A parameter that no batch has used yet has no moments.
             if f"step.{name}" in tensors:
-                optimiser.state[parameter] = {kind: tensors[f"{kind}.{name}"] for kind in kinds}
+                optimiser.state[parameter] = {kind: tensors[f"{kind}.{name}"] for kind in _MOMENTS}
         torch.set_rng_state(tensors[_RANDOM])
     except (KeyError, RuntimeError) as error:
-        raise CheckpointError(f"{path} is not the state of this training ({error}); train anew with --force") from error
+        raise _foreign(path, str(error)) from error
     return record
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as file:
-            record: dict[str, Any] = json.loads((file.metadata() or {})[_RECORD])
-            return {name: file.get_tensor(name) for name in file.keys()}, record  # noqa: SIM118 - not a mapping
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
+            record = json.loads((file.metadata() or {}).get(_RECORD, "null"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}; train anew with --force") from error
+    if not isinstance(record, dict):
+        raise _foreign(path, "nothing is recorded in it")
+    return tensors, record
+
+
+def _foreign(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path} is not the state of this training ({reason}); train anew with --force")

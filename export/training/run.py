@@ -13,8 +13,9 @@ from fatdeploy.export.reference.config import ModelConfig
 from fatdeploy.export.reference.presets import config_from_preset
 from fatdeploy.export.tokenizers import TextCoder, built_tokenizer
 from fatdeploy.export.training.curve import curve_svg
-from fatdeploy.export.training.data import Parts, id_pairs
-from fatdeploy.export.training.resume import STATE, load_record, replaced_file
+from fatdeploy.export.training.data import Parts, ids_of_parts
+from fatdeploy.export.training.folder import FolderLock, replaced_file
+from fatdeploy.export.training.resume import STATE, load_record
 from fatdeploy.export.training.settings import TrainSettings
 from fatdeploy.export.training.start import untrained_model
 from fatdeploy.export.training.trainer import Epoch, Score, Step, Trainer, set_threshold
@@ -46,29 +47,41 @@ class Plan:
             raise ConfigError(in_one_line("configuration refused", wrong))
         config = config_from_preset(self.preset, **self.changes, **fixed)
         if self.settings.draw_threshold and not config.hybrid:
-            raise ConfigError(f"--draw-threshold needs a hybrid model, {self.preset} is none")
+            wrong.append(f"--draw-threshold needs a hybrid model, {self.preset} is none")
+        if self.settings.scheduled_sampling and config.parallel:
+            wrong.append(f"--scheduled-sampling needs a model that reads its own words, {self.preset} reads none")
+        if wrong:
+            raise ConfigError(in_one_line("training refused", wrong))
         return config
 
 
 class Training:
-    """One training in a folder: new, or going on from where an earlier one was stopped."""
+    """One training in a folder, alone there until it is finished or closed: new, or going on from a saved state."""
 
     def __init__(self, plan: Plan, parts: Parts, folder: Path, *, resume: bool) -> None:
         self.folder, self._plan, self._parts = folder, plan, parts
         self.coder = built_tokenizer(
-            [(pair.source, pair.target) for pair in parts.train], plan.tokenizer, vocab_size=plan.vocab_size
+            [(pair.source, pair.target) for pair in parts.train.pairs], plan.tokenizer, vocab_size=plan.vocab_size
         )
         self.config = plan.config(self.coder)
-        ids = id_pairs(parts.train, self.coder, self.config, "training pairs")
-        apart = id_pairs(parts.validation, self.coder, self.config, "validation pairs")
-        self.validation = Validation(parts.validation, apart, self.coder)
+        ids, apart = ids_of_parts(parts, self.coder, self.config)
+        self.validation = Validation(parts.validation.pairs, apart, self.coder)
         model = untrained_model(self.config, plan.settings.seed)
         self.trainer = Trainer(model, ids, plan.settings, folder, self.validation, self._identity())
-        if resume:
-            self._check_identity()
-            self.trainer.resume()
-        else:
-            self._begin()
+        self._lock = self._locked(resume)
+        try:
+            if resume:
+                self._check_identity()
+                self.trainer.resume()
+            else:
+                self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let others train in the folder."""
+        self._lock.close()
 
     def events(self) -> Iterator[Step | Epoch]:
         """Train to the end, telling each step and epoch; the checkpoint is whole after every epoch."""
@@ -86,6 +99,7 @@ class Training:
             best = self._choose_threshold(tried)
         self._report(best)
         (self.folder / STATE).unlink(missing_ok=True)
+        self.close()
         return best
 
     def _choose_threshold(self, tried: Callable[[float, Score], None]) -> Score:
@@ -108,34 +122,49 @@ class Training:
         return scores[chosen]
 
     def _identity(self) -> dict[str, Any]:
-        """Return all that a state depends on."""
-        described = asdict(self._plan) | {"config": json.loads(self.config.to_json()), "pairs": self._parts.digest}
-        identity: dict[str, Any] = json.loads(json.dumps(described))
+        """Return all that the weights depend on, as JSON values."""
+        settings = asdict(self._plan.settings)
         # More threads sum in another order, but that is for who resumes to decide.
-        identity["settings"].pop("threads")
-        return identity
+        for name in ("threads", "save_seconds"):
+            settings.pop(name)
+        return {
+            "settings": settings,
+            "config": json.loads(self.config.to_json()),
+            "tokenizer": self._plan.tokenizer,
+            "vocab_size": self._plan.vocab_size,
+            "pairs": self._parts.digest,
+        }
+
+    def _locked(self, resume: bool) -> FolderLock:
+        if resume and not (self.folder / STATE).exists():
+            raise CheckpointError(
+                f"{self.folder} has no {STATE} to resume from: no training was begun there, or it came to its end; "
+                "train without --resume"
+            )
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return FolderLock(self.folder)
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"cannot train in {self.folder}: {error}; choose another folder") from error
 
     def _check_identity(self) -> None:
-        path = self.folder / STATE
-        if not path.exists():
-            raise CheckpointError(f"{self.folder} has no {STATE} to resume from; train anew without --resume")
-        found, expected = load_record(path)["identity"], self._identity()
-        differing = [name for name in expected if found.get(name) != expected[name]]
+        differing = _differing(load_record(self.folder / STATE).get("identity"), self._identity())
         if differing:
-            raise ConfigError(
-                f"{self.folder} was trained with other {', '.join(differing)}: give the same files and options, or "
-                "train anew with --force"
-            )
+            told = in_one_line(f"the training in {self.folder} is another one", differing)
+            raise ConfigError(f"{told}; give the same files and options, or train anew with --force")
 
     def _begin(self) -> None:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            for name in (STATE, WEIGHTS, REPORT, CURVE):
+                (self.folder / name).unlink(missing_ok=True)
         except OSError as error:
-            raise CheckpointError(f"cannot make the folder {self.folder}: {error}") from error
-        for name in (STATE, WEIGHTS, REPORT, CURVE):
-            (self.folder / name).unlink(missing_ok=True)
+            raise CheckpointError(f"cannot train in {self.folder}: {error}; choose another folder") from error
         self._write_text(CONFIG, self.config.to_json())
         replaced_file(self.folder / TOKENIZER, self.coder.save)
+        # A training that is killed in its first minutes can be resumed, too.
+        self.trainer.save()
 
     def _report(self, final: Score | None = None) -> None:
         progress = self.trainer.progress
@@ -145,7 +174,7 @@ class Training:
             "settings": asdict(self._plan.settings),
             "tokenizer": self._plan.tokenizer,
             "parameters": sum(one.numel() for one in self.trainer.model.parameters()),
-            "pairs": {"train": len(self._parts.train), "validation": len(self._parts.validation)},
+            "pairs": {"train": len(self._parts.train.pairs), "validation": len(self._parts.validation.pairs)},
             "pairs_sha256": self._parts.digest,
             "epochs": [asdict(epoch) for epoch in progress.epochs],
             "seconds": progress.seconds,
@@ -158,3 +187,16 @@ class Training:
 
     def _write_text(self, name: str, text: str) -> None:
         replaced_file(self.folder / name, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def _differing(old: Any, new: dict[str, Any]) -> list[str]:
+    """Return what an earlier training did otherwise than a new one."""
+    if not isinstance(old, dict):
+        return ["nothing is known of it"]
+    reasons = []
+    for name in (name for name in new if old.get(name) != new[name]):
+        if isinstance(new[name], dict):
+            reasons += _differing(old.get(name), new[name])
+        else:
+            reasons.append("the pairs are others" if name == "pairs" else f"{name} was {old.get(name)}, is {new[name]}")
+    return reasons

@@ -20,6 +20,7 @@ _RANGES: dict[str, tuple[float, float | None]] = {
     "guided_attention": (0, None),
     "seed": (0, 2**31 - 1),
     "threads": (1, None),
+    "save_seconds": (0, None),
 }
 
 
@@ -32,7 +33,7 @@ class TrainSettings:
     that are the model's own words at the end of training, rising from none; ``guided_attention`` weighs a loss of
     attention far from the diagonal. ``draw_threshold`` draws the threshold of the hybrid forward pass anew each step,
     between the configuration's and 1, and chooses the lowest one that costs next to nothing on the validation pairs
-    when all is learned.
+    when all is learned. ``save_seconds`` is the time between two states of an unfinished epoch.
     """
 
     epochs: int = 20
@@ -47,6 +48,7 @@ class TrainSettings:
     draw_threshold: bool = False
     seed: int = 0
     threads: int = 1
+    save_seconds: float = 120.0
 
     def __post_init__(self) -> None:
         reasons = []
@@ -55,7 +57,7 @@ class TrainSettings:
             value = getattr(self, one.name)
             if not _is(value, one.type):
                 reasons.append(f"{one.name}: expected {getattr(one.type, '__name__', one.type)}, found {value!r}")
-            elif not low <= value or (high is not None and not value <= high):
+            elif not low <= value or (high is not None and not value <= high) or math.isinf(value):
                 reasons.append(f"{one.name}: must lie in {low}…{'' if high is None else high}, found {value}")
         if reasons:
             raise ConfigError(in_one_line("training refused", reasons))

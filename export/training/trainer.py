@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch.optim import AdamW
 
-from fatdeploy.errors import TrainingFailed
+from fatdeploy.errors import CheckpointError, TrainingFailed
 from fatdeploy.export.reference.checkpoint import WEIGHTS, save_weights
 from fatdeploy.export.reference.model import ReferenceModel, kept
 from fatdeploy.export.training.batches import IdPair, batch_of, epoch_order
+from fatdeploy.export.training.folder import replaced_file
 from fatdeploy.export.training.losses import Objective
-from fatdeploy.export.training.resume import STATE, load_state, replaced_file, save_state
+from fatdeploy.export.training.resume import STATE, load_state, save_state
 from fatdeploy.export.training.settings import TrainSettings
-
-SAVE_SECONDS = 120.0  # between two states of an unfinished epoch
 
 
 @dataclass(frozen=True)
@@ -108,8 +107,14 @@ class Trainer:
 
     def resume(self) -> None:
         """Go on where an earlier training stopped."""
-        record = load_state(self.folder / STATE, self.model, self._optimiser)
-        self.progress = Progress.from_dict(record["progress"])
+        path = self.folder / STATE
+        record = load_state(path, self.model, self._optimiser)
+        try:
+            self.progress = Progress.from_dict(record["progress"])
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{path} is of another version of fatdeploy ({error}); train anew with --force"
+            ) from error
 
     def events(self) -> Iterator[Step | Epoch]:
         """Train to the end, and tell each step and each epoch."""
@@ -121,7 +126,7 @@ class Trainer:
             order = epoch_order(self._pairs, self.settings.batch_size, self.settings.seed, done)
             for indices in order[self.progress.step - done * self.steps_per_epoch :]:
                 yield self._step(indices)
-                if time.monotonic() - saved > SAVE_SECONDS:
+                if time.monotonic() - saved > self.settings.save_seconds:
                     self.save()
                     saved = time.monotonic()
             yield self._ended_epoch()
@@ -143,10 +148,7 @@ class Trainer:
             lowest = self.model.config.hybrid_threshold
             set_threshold(self.model, lowest + float(torch.rand(())) * (1 - lowest))
         losses = self._objective.losses(self.model, batch, settings.own_words(progress.step, self.n_steps))
-        if not math.isfinite(loss := float(losses.tokens)):
-            raise TrainingFailed(
-                f"the loss is {loss} at step {progress.step + 1}: lower --learning-rate, or clip gradients (--clip 1)"
-            )
+        loss = _finite(float(losses.tokens), f"the loss is {{}} at step {progress.step + 1}")
         self._optimiser.zero_grad(set_to_none=True)
         losses.total.backward()  # type: ignore[no-untyped-call]
         if settings.clip > 0:
@@ -163,6 +165,7 @@ class Trainer:
         if self.settings.draw_threshold:
             set_threshold(self.model, 1.0)
         score = self._validate(self.model.eval())
+        _finite(score.loss, f"the validation loss is {{}} after step {progress.step}")
         best = score.better_than(progress.best)
         if best:
             replaced_file(self.folder / WEIGHTS, lambda path: save_weights(self.model, path))
@@ -176,6 +179,12 @@ class Trainer:
         progress.epochs.append(ended)
         progress.loss_sum, progress.n_tokens = 0.0, 0
         return ended
+
+
+def _finite(loss: float, found: str) -> float:
+    if not math.isfinite(loss):
+        raise TrainingFailed(f"{found.format(loss)}: lower --learning-rate, or clip gradients (--clip 1)")
+    return loss
 
 
 def set_threshold(model: ReferenceModel, threshold: float) -> None:

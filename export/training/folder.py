@@ -1,0 +1,66 @@
+"""The folder of a training: files that are replaced as a whole, and one training at a time."""
+
+import logging
+import os
+import shutil
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from fatdeploy.errors import CheckpointError
+
+if sys.platform != "win32":
+    import fcntl
+
+log = logging.getLogger(__name__)
+
+NEW = ".new"
+
+
+def replaced_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file elsewhere, then put it in the place of the old one: a crash leaves the one or the other.
+
+    Elsewhere is a folder beside it: what a killed process left there, a library's temporary files too, goes with it.
+    """
+    beside = path.parent / NEW
+    new = beside / path.name
+    try:
+        beside.mkdir(exist_ok=True)
+        write(new)
+        with new.open("rb") as file:
+            os.fsync(file.fileno())
+        new.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error}; what was saved before is untouched: make room and go on with --resume, or "
+            "choose another folder"
+        ) from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+class FolderLock:
+    """Keeps other trainings out of a folder until it is closed, or its process ends in whatever way.
+
+    The folder itself is locked: nothing is left in it. Windows cannot lock one; there nobody is kept out.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.close: Callable[[], object] = lambda: None
+        if sys.platform == "win32":
+            return
+        descriptor = os.open(folder, os.O_RDONLY)
+        self.close = weakref.finalize(self, os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.close()
+            raise CheckpointError(
+                f"another training is at work in {folder}: wait for it, stop it, or choose another folder"
+            ) from error
+        except OSError as error:
+            # Some file systems of clusters know no locks; that is no reason not to train.
+            log.warning("%s cannot be locked (%s): let no other training write there", folder, error)

@@ -1,0 +1,353 @@
+"""``fatdeploy train`` as a user runs it: learning, exporting, being killed, and everything that can be wrong."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+
+from fatdeploy.cli import main
+from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.reference.checkpoint import CONFIG, TOKENIZER, WEIGHTS, load_checkpoint
+from fatdeploy.export.tokenizers import loaded_tokenizer
+from fatdeploy.export.train_command import asked_to_stop
+from fatdeploy.export.train_command import train as train_command
+from fatdeploy.export.training.data import read_parts
+from fatdeploy.export.training.folder import NEW, FolderLock
+from fatdeploy.export.training.resume import STATE, load_record
+from fatdeploy.export.training.run import CURVE, REPORT, Training
+from fatdeploy.runtimes.decode import decode
+from tests.test_run import on_a_terminal
+from tests.trainings import plan, spelled
+
+ROOT = Path(__file__).parent.parent
+PATIENCE = 120.0
+# The plan of tests.trainings in words of the command line.
+CHANGES = {"max_source": 8, "max_target": 16, "encoder_layers": 1, "decoder_layers": 1}
+OPTIONS = [
+    *("--preset", "fat-tiny", "--tokenizer", "symbols"),
+    *(text for name, value in CHANGES.items() for text in ("--set", f"{name}={value}")),
+    *("--epochs", "2", "--batch-size", "16", "--learning-rate", "5e-3", "--warmup", "10"),
+]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pairs") / "pairs.tsv"
+    path.write_text("".join(f"{pair.source}\t{pair.target}\n" for pair in spelled(320)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a training that nothing stopped."""
+    folder = tmp_path_factory.mktemp("training") / "whole"
+    result = train(pairs, folder)
+    assert result.exit_code == 0, result.stderr
+    return folder
+
+
+def train(pairs: Path, folder: Path, *more: str, before: tuple[str, ...] = ()) -> Result:
+    """Train in this process; what is at stake is no process."""
+    return CliRunner().invoke(main, [*before, "train", str(pairs), "--out", str(folder), *OPTIONS, *more])
+
+
+def error_of(result: Result, code: int = 1) -> str:
+    """Return the error that a command ended with, which is one line and nothing else."""
+    assert (result.exit_code, result.stdout) == (code, "")
+    *_, line = result.stderr.splitlines()
+    assert code == 2 or result.stderr == f"{line}\n"
+    return line.removeprefix("Error: ")
+
+
+def started(pairs: Path, folder: Path, *more: str, first: str = "") -> subprocess.Popen[str]:
+    """Start a training in a process of its own, which runs ``first`` before."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{first}\nfrom fatdeploy.cli import main\nmain()"
+    arguments = ["-q", "train", str(pairs), "--out", str(folder), *OPTIONS, *more]
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def states_of(folder: Path, process: subprocess.Popen[str]) -> Iterator[int]:
+    """Yield whenever the state was replaced, until the process ends."""
+    deadline, before = time.monotonic() + PATIENCE, None
+    while process.poll() is None:
+        assert time.monotonic() < deadline
+        try:
+            found = (folder / STATE).stat()
+        except FileNotFoundError:
+            continue
+        now = (found.st_ino, found.st_mtime_ns)
+        if before not in (None, now):
+            yield 1
+        before = now
+        time.sleep(0.001)
+
+
+def is_writing(folder: Path) -> bool:
+    try:
+        return any((folder / NEW).iterdir())
+    except FileNotFoundError:
+        return False
+
+
+def test_a_training_learns_is_exported_and_runs(pairs: Path, tmp_path: Path) -> None:
+    folder, bundle = tmp_path / "model", tmp_path / "bundle"
+    more = ["--epochs", "12", "--preset", "transformer-tiny"]
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "fatdeploy", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+
+    trained = run("train", str(pairs), "--out", str(folder), *OPTIONS, *more)
+    last = re.escape(f"{folder}: token errors ") + r"(\S+) %, sources with any \S+ %\. Next: fatdeploy export .*\n"
+    found = re.fullmatch(last, trained.stdout)
+    assert found is not None
+    assert float(found[1]) < 30
+    epochs = trained.stderr.splitlines()
+    assert len(epochs) == 12
+    assert re.fullmatch(
+        r"epoch 1/12  \d+ s  training loss \S+  validation loss \S+, token errors .* %  kept", epochs[0]
+    )
+    assert sorted(path.name for path in folder.iterdir()) == sorted([WEIGHTS, CONFIG, TOKENIZER, REPORT, CURVE])
+    next_command = trained.stdout.partition("Next: fatdeploy ")[2].split()
+    assert next_command == ["export", str(folder), "--out", f"{folder}.bundle"]
+    run(*next_command[:-1], str(bundle))
+    words = ["abcd", "hag", "e"]
+    said = run("run", str(bundle), *words).stdout.splitlines()
+    coder = loaded_tokenizer(folder / TOKENIZER)
+    rows = decode(EagerEngine(load_checkpoint(folder)), [coder.source_ids(word) for word in words])
+    assert said == [coder.text(row.tokens) for row in rows]
+    assert set(" ".join(said).split()) <= set("ABCDEFGH")
+    assert all(said)
+
+
+def test_a_training_that_is_killed_again_and_again_ends_with_the_same_bytes(
+    pairs: Path, whole: Path, tmp_path: Path
+) -> None:
+    folder, draw, n_killed = tmp_path / "model", random.Random(0), 0
+    more = ["--save-seconds", "0"]
+    while True:
+        process = started(pairs, folder, *more)
+        more = ["--save-seconds", "0", "--resume"]
+        for _ in islice(states_of(folder, process), draw.randint(5, 15)):
+            pass
+        if draw.random() < 0.5:
+            time.sleep(draw.uniform(0, 0.01))
+        else:
+            while process.poll() is None and not is_writing(folder):
+                pass
+        if process.poll() is None:
+            process.kill()
+        out, error = process.communicate(timeout=PATIENCE)
+        if not (folder / STATE).exists():  # the last thing that a training does is to remove it
+            break
+        assert (process.returncode, out, error) == (-signal.SIGKILL, "", "")
+        n_killed += 1
+    assert n_killed >= 2
+    for name in (WEIGHTS, CONFIG, TOKENIZER):
+        assert (folder / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_ctrl_c_saves_a_whole_step(pairs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    process = started(pairs, folder, "--epochs", "60", "--save-seconds", "0")
+    next(states_of(folder, process))
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=PATIENCE)
+    told = "Error: stopped; what was learned is saved, go on with --resume\n"
+    assert (process.returncode, out, error) == (1, "", told)
+    n_steps = load_record(folder / STATE)["progress"]["step"]
+    assert 1 <= n_steps < 60 * 20
+    # The same steps without any signal, in this process.
+    training = Training(plan(epochs=60, save_seconds=1e9), read_parts(pairs, None), tmp_path / "other", resume=False)
+    for event in training.events():
+        if getattr(event, "step", 0) == n_steps:
+            break
+    training.trainer.save()
+    expected, found = (load_file(one / STATE) for one in (tmp_path / "other", folder))
+    assert expected.keys() == found.keys()
+    assert all(expected[name].equal(found[name]) for name in expected)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_and_the_second_one_acts(number: signal.Signals) -> None:
+    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
+    with asked_to_stop() as asked:
+        assert not asked.is_set()
+        os.kill(os.getpid(), number)
+        assert asked.is_set()
+        assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_full_disk_loses_nothing(pairs: Path, whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    size = (whole / WEIGHTS).stat().st_size
+    # Room for the weights, and for the first state, but not for what the optimiser remembers after a step.
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({2 * size}, {2 * size}))"
+    process = started(pairs, folder, "--save-seconds", "0", first=limit)
+    out, error = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, out) == (1, "")
+    told = rf"Error: cannot write {re.escape(str(folder / STATE))}: .*File too large.*; what was saved before is "
+    assert re.fullmatch(rf"{told}untouched: make room and go on with --resume, or choose another folder\n", error)
+    assert sorted(path.name for path in folder.iterdir()) == sorted([CONFIG, TOKENIZER, STATE])
+    assert load_record(folder / STATE)["progress"]["step"] == 0
+    assert train(pairs, folder, "--resume").exit_code == 0
+    assert (folder / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes()
+
+
+def test_a_terminal_shows_epoch_steps_and_loss(pairs: Path, tmp_path: Path) -> None:
+    out, shown = on_a_terminal("train", str(pairs), "--out", str(tmp_path / "model"), *OPTIONS, "--epochs", "1")
+    n_steps = json.loads((tmp_path / "model" / REPORT).read_text())["pairs"]["train"] // 16 + 1
+    lines = re.findall(rf"\repoch 1/1 \[(#*)(-*)\] (\d+)/{n_steps}  loss \d\.\d{{3}}\x1b\[K", shown)
+    assert [int(step) for _, _, step in lines] == [1, *range(5, n_steps + 1, 5)]
+    assert all(len(done) == 20 * int(step) // n_steps and len(done + left) == 20 for done, left, step in lines)
+    # Nothing of it is left when the epoch is told.
+    assert re.search(r"\r\x1b\[Kepoch 1/1  \d+ s  training loss", shown)
+    assert out.startswith(f"{tmp_path / 'model'}: token errors ")
+
+
+def test_quiet_says_nothing_but_the_result(pairs: Path, tmp_path: Path) -> None:
+    result = train(pairs, tmp_path / "model", "--epochs", "1", before=("--quiet",))
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert len(result.stdout.splitlines()) == 1
+
+
+def test_json_is_the_report(pairs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    apart = tmp_path / "apart.tsv"
+    apart.write_text("zz\tZ Z\nzz\tZ\n")
+    handler = signal.getsignal(signal.SIGINT)
+    result = train(pairs, folder, "--epochs", "1", "--json", "--validation", str(apart), "--seed", "7")
+    assert signal.getsignal(signal.SIGINT) is handler
+    report = json.loads(result.stdout)
+    assert report == json.loads((folder / REPORT).read_text())
+    assert report["pairs"] == {"train": 320, "validation": 2}
+    assert report["settings"]["seed"] == 7
+    assert [epoch["number"] for epoch in report["epochs"]] == [1]
+    unknown, epoch = result.stderr.splitlines()
+    assert unknown == "the validation pairs have 2 tokens that no training pair has: 'z', 'Z'"
+    assert epoch.startswith("epoch 1/1 ")
+
+
+def test_a_folder_that_exists_is_neither_overwritten_nor_resumed_without_being_told(
+    pairs: Path, tmp_path: Path
+) -> None:
+    told = f"{tmp_path} exists: go on with --resume, train anew with --force, or choose another folder"
+    assert error_of(train(pairs, tmp_path)) == told
+    assert not list(tmp_path.iterdir())
+    assert error_of(train(pairs, tmp_path, "--resume", "--force"), 2) == "--resume and --force exclude each other"
+
+
+def test_force_trains_anew(pairs: Path, whole: Path, tmp_path: Path) -> None:
+    for name in (WEIGHTS, REPORT, STATE, CONFIG):
+        (tmp_path / name).write_text("old")
+    assert train(pairs, tmp_path, "--force").exit_code == 0
+    assert (tmp_path / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes()
+    assert (tmp_path / CONFIG).read_bytes() == (whole / CONFIG).read_bytes()
+
+
+def test_nothing_is_resumed_without_a_state_or_with_other_options(pairs: Path, whole: Path, tmp_path: Path) -> None:
+    over = error_of(train(pairs, whole, "--resume"))
+    assert over.startswith(f"{whole} has no {STATE} to resume from: no training was begun there, or it came to its end")
+    training = Training(plan(), read_parts(pairs, None), tmp_path, resume=False)
+    training.close()
+    told = error_of(train(pairs, tmp_path, "--resume", "--epochs", "5", "--set", "width=64"))
+    assert told == (
+        f"the training in {tmp_path} is another one: epochs was 2, is 5; width was 32, is 64; give the same files and "
+        "options, or train anew with --force"
+    )
+
+
+def test_two_trainings_do_not_write_to_one_folder(pairs: Path, tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    told = f"another training is at work in {tmp_path}: wait for it, stop it, or choose another folder"
+    assert error_of(train(pairs, tmp_path, "--force")) == told
+    assert not list(tmp_path.iterdir())
+    lock.close()
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "told"),
+    [
+        (["--set", "widht=64"], 1, r"configuration refused: widht: unknown; known are vocab_size, width, .*"),
+        (
+            ["--set", "width=wide", "--set", "norm=3"],
+            1,
+            r".*: width: expected int, found 'wide'; norm: expected one .*",
+        ),
+        (["--set", "width"], 2, r"Invalid value for '--set': 'width' is not name=value"),
+        (["--set", "vocab_size=9"], 1, r"configuration refused: vocab_size: follows from the tokenizer"),
+        (["--preset", "fat-huge"], 1, r"no preset 'fat-huge'; there are .* See: fatdeploy presets"),
+        (["--epochs", "0", "--clip", "-1"], 1, r"training refused: epochs: must lie in 1…, found 0; clip: must lie .*"),
+        (["--save-seconds", "inf"], 1, r"training refused: save_seconds: must lie in 0…, found inf"),
+        (["--epochs", "many"], 2, r"Invalid value for '--epochs': 'many' is not a valid integer\."),
+        (["--vocab-size", "300"], 1, r"no tokenizer: vocab_size goes with bpe, symbols keep all .*"),
+        (["--set", "max_source=3"], 1, r".*pairs.tsv: \d+ of 320 lines cannot be used: source has 4 tokens at line .*"),
+    ],
+)
+def test_a_wrong_option_is_told_and_nothing_is_written(
+    pairs: Path, tmp_path: Path, more: list[str], code: int, told: str
+) -> None:
+    result = train(pairs, tmp_path / "model", *more)
+    assert re.fullmatch(told, error_of(result, code))
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (
+            b"a\tb\nno tab\n\tc\nd\t\n",
+            r"3 of 4 lines cannot be used: has no TAB at line 2; has an empty source at line 3; ",
+        ),
+        (b"", r" is empty, expected a file of pairs: a line is a source, one TAB and a target, in UTF-8"),
+        ("a\tb\nc\td\n".encode("utf-16"), r"lines cannot be used: is not UTF-8 at line 1 \("),
+        ("Zürich\tb\n".encode("latin-1"), r"1 of 1 lines cannot be used: is not UTF-8 at line 1 \(byte 0xfc\)"),
+        (
+            b"a\tb\n",
+            r" has only one source, and one must be kept apart for validation: add pairs, or pass --validation",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_trained_on_is_refused(tmp_path: Path, data: bytes, told: str) -> None:
+    path = tmp_path / "pairs.tsv"
+    path.write_bytes(data)
+    line = error_of(train(path, tmp_path / "model"))
+    assert line.startswith(str(path))
+    assert re.search(told, line)
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    assert "none.tsv does not exist, expected a file" in error_of(train(tmp_path / "none.tsv", tmp_path / "model"))
+
+
+def test_a_folder_that_cannot_be_written_is_refused(pairs: Path, tmp_path: Path) -> None:
+    for folder, reason in [(pairs / "model", "Not a directory"), (Path("/proc/none/model"), "No such file")]:
+        told = error_of(train(pairs, folder))
+        assert told.startswith(f"cannot train in {folder}: ")
+        assert reason in told
+        assert told.endswith("; choose another folder")
+    # A folder that is there and takes no files, whatever the rights of the user.
+    told = error_of(train(pairs, Path("/proc/self"), "--force"))
+    assert told.startswith(f"cannot write /proc/self/{CONFIG}: ")
+    assert os.path.lexists("/proc/self")
+    assert error_of(train(pairs, pairs, "--force")).startswith(f"cannot train in {pairs}: ")
+
+
+def test_the_readme_names_every_option() -> None:
+    section = (ROOT / "README.md").read_text().partition("\n## Train your own\n")[2].partition("\n## ")[0]
+    named = set(re.findall(r"--[a-z][a-z-]*", section))
+    assert named == {option for param in train_command.params for option in param.opts if option.startswith("--")}

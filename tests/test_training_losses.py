@@ -1,0 +1,242 @@
+"""What training minimises, by hand; and that every weight of every model can learn."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fatdeploy.export.reference.attention import PositiveNorms, slow_scores
+from fatdeploy.export.reference.config import ModelConfig
+from fatdeploy.export.reference.model import Decoded, ReferenceModel
+from fatdeploy.export.reference.presets import PRESETS, config_from_preset
+from fatdeploy.export.training.batches import Batch, IdPair, batch_of
+from fatdeploy.export.training.losses import Objective, far_attention, with_own_words
+from fatdeploy.export.training.start import untrained_model
+from tests.choices import CHOICES, PLAIN, name_of
+
+PAIRS = [IdPair([15, 16, 17], [18, 19]), IdPair([14], [11]), IdPair([20, 33], [40, 41, 15, 9])]
+SIZES = {"max_source": 16, "max_target": 12}
+
+
+def model_and_batch(preset: str, **changes: Any) -> tuple[ReferenceModel, Batch]:
+    config = config_from_preset(f"{preset}-tiny", **{**SIZES, **changes})
+    return untrained_model(config, seed=3), batch_of(PAIRS, config)
+
+
+def log_probabilities(model: ReferenceModel, batch: Batch, read: Tensor) -> list[Tensor]:
+    """Return those of every token that is learned, [V] each."""
+    logits = model(batch.source, batch.source_mask, read).detach()
+    return [row for row, learned in zip(logits.flatten(0, 1), batch.learned.flatten(), strict=True) if learned]
+
+
+@pytest.mark.parametrize("preset", ["transformer", "fat", "transformer-nat"])
+def test_the_token_loss_is_the_mean_over_tokens_and_smoothing_does_not_enter_it(preset: str) -> None:
+    model, batch = model_and_batch(preset)
+    plain, smooth = (Objective(smoothing).losses(model, batch) for smoothing in (0.0, 0.2))
+    rows = [row.log_softmax(-1) for row in log_probabilities(model, batch, batch.target_in)]
+    said = batch.target_out[batch.learned].tolist()
+    assert len(rows) == len(said) == batch.n_tokens
+    tokens = -sum(float(row[token]) for row, token in zip(rows, said, strict=True)) / len(said)
+    everywhere = -sum(float(row.mean()) for row in rows) / len(said)
+    assert float(plain.tokens) == pytest.approx(tokens, rel=1e-5)
+    assert torch.equal(plain.tokens, smooth.tokens)
+    assert float((smooth.total - plain.total).detach()) == pytest.approx(0.2 * (everywhere - tokens), abs=1e-5)
+    assert not plain.tokens.requires_grad
+
+
+def test_a_length_head_learns_the_lengths_with_a_tenth_of_the_weight() -> None:
+    model, batch = model_and_batch("transformer-nat")
+    losses = Objective().losses(model, batch)
+    logits = model.encode(batch.source, batch.source_mask).length_logits
+    assert logits is not None
+    chances = logits.detach().log_softmax(-1)
+    by_hand = -float(chances[0, 1] + chances[1, 0] + chances[2, 3]) / 3
+    assert float((losses.total - losses.tokens).detach()) == pytest.approx(0.1 * by_hand, rel=1e-4)
+
+
+@pytest.mark.parametrize(("preset", "changes"), [("transformer", {}), ("transformer-nat", {"length": "eos"})])
+def test_without_a_length_head_there_is_no_length_loss(preset: str, changes: dict[str, str]) -> None:
+    model, batch = model_and_batch(preset, **changes)
+    losses = Objective().losses(model, batch)
+    assert torch.equal(losses.total.detach(), losses.tokens)
+
+
+def test_attention_far_from_the_diagonal_costs_what_it_costs_by_hand() -> None:
+    config = config_from_preset("transformer-tiny")
+    batch = batch_of([IdPair([15, 16, 17], [18]), IdPair([14], [11, 12])], config)  # 2 and 3 tokens with EOS
+    draw = torch.Generator().manual_seed(0)
+    weights = torch.randn(2, 2, 3, 3, generator=draw)  # [B, H, T, S], also negative as those of tanh
+    total = 0.0
+    # Where positions stand from 0 to 1; what is padded stands nowhere.
+    for row, (targets, sources) in enumerate([([0, 1], [0, 0.5, 1]), ([0, 0.5, 1], [0])]):
+        for head in range(2):
+            for t, at_target in enumerate(targets):
+                for s, at_source in enumerate(sources):
+                    cost = 1 - math.exp(-((at_target - at_source) ** 2) / (2 * 0.2**2))
+                    total += abs(float(weights[row, head, t, s])) * cost
+    found = far_attention(Decoded(torch.zeros(0), {0: weights}, None), 0, batch)
+    assert float(found) == pytest.approx(total / (5 * 2), rel=1e-5)
+
+
+def test_attention_on_the_diagonal_costs_nothing_and_across_it_almost_all() -> None:
+    batch = batch_of([IdPair([14, 15, 16], [11, 12])], config_from_preset("transformer-tiny"))
+    straight = torch.eye(3)[None, None]
+    for weights, cost in [(straight, 0.0), (straight.flip(-1), 2 / 3)]:
+        found = far_attention(Decoded(torch.zeros(0), {1: weights}, None), 1, batch)
+        assert float(found) == pytest.approx(cost, abs=1e-4)
+
+
+@pytest.mark.parametrize("preset", ["transformer", "fat", "transformer-nat"])
+def test_guided_attention_adds_the_cost_of_the_last_layer(preset: str) -> None:
+    model, batch = model_and_batch(preset)
+    plain, guided = (Objective(0.0, weight).losses(model, batch) for weight in (0.0, 0.5))
+    memory = model.encode(batch.source, batch.source_mask)
+    decoded, _ = model.decode(batch.target_in, model.stateless(), memory, weights_of=1)
+    assert model.config.decoder_layers == 2
+    cost = float(far_attention(decoded, 1, batch).detach())
+    assert cost > 0.05
+    assert float((guided.total - plain.total).detach()) == pytest.approx(0.5 * cost, rel=1e-3)
+    assert float(guided.tokens) == pytest.approx(float(plain.tokens), rel=1e-6)
+
+
+def own_words_by_hand(model: ReferenceModel, batch: Batch) -> Tensor:
+    """Return BOS, then at every real position the best token after the true ones, and padding."""
+    best = model(batch.source, batch.source_mask, batch.target_in).argmax(-1).tolist()
+    rows = [
+        [read[0], *(token if token == model.config.pad_id else best[index][t] for t, token in enumerate(read[1:]))]
+        for index, read in enumerate(batch.target_in.tolist())
+    ]
+    return torch.tensor(rows)
+
+
+@pytest.mark.parametrize("preset", ["transformer", "fat"])
+def test_own_words_take_the_places_of_true_ones_but_not_of_bos_and_padding(preset: str) -> None:
+    model, batch = model_and_batch(preset)
+    memory = model.encode(batch.source, batch.source_mask)
+    none, every = (with_own_words(model, batch, memory, share) for share in (0.0, 1.0))
+    assert torch.equal(none, batch.target_in)
+    assert torch.equal(every, own_words_by_hand(model, batch))
+    assert every[:, 0].tolist() == [1, 1, 1]
+    assert torch.equal(every == 0, batch.target_in == 0)
+    assert not torch.equal(every, batch.target_in)
+
+
+def test_a_share_of_one_half_replaces_about_half_of_the_words() -> None:
+    model, _ = model_and_batch("transformer")
+    batch = batch_of([IdPair([15, 16], [30, 31, 32, 33, 34, 35, 36, 37])] * 64, model.config)
+    memory = model.encode(batch.source, batch.source_mask)
+    torch.manual_seed(0)
+    half, every = (with_own_words(model, batch, memory, share) for share in (0.5, 1.0))
+    own, true = (half == every)[:, 1:], (half == batch.target_in)[:, 1:]
+    assert (own | true).all()
+    assert 0.4 < float(own.float().mean()) < 0.6
+
+
+def test_the_loss_is_that_of_reading_own_words() -> None:
+    model, batch = model_and_batch("transformer")
+    found = Objective().losses(model, batch, own_words=1.0).tokens
+    rows = torch.stack(log_probabilities(model, batch, own_words_by_hand(model, batch)))
+    expected = functional.cross_entropy(rows, batch.target_out[batch.learned])
+    assert float(found) == pytest.approx(float(expected), rel=1e-5)
+
+
+CASES = [
+    *(("fast", {**PLAIN, **changes}) for changes in CHOICES),
+    *((preset, {}) for preset in PRESETS),
+    ("transformer-nat", {"length": "eos"}),
+]
+
+
+def without_gradient(config: ModelConfig) -> tuple[str, ...]:
+    """Return the ends of names of what cannot have a gradient: a softmax ignores what is added to all its scores."""
+    found = ()
+    if config.cross_attention == "fast_fc" and config.fc_softmax == "softmax":
+        found += ("head_bias",)
+    if config.encoder_attention == "compressed":
+        found += ("compress_keys.bias",)
+    return found
+
+
+@pytest.mark.parametrize(("preset", "changes"), CASES, ids=name_of)
+def test_every_parameter_of_an_untrained_model_learns(preset: str, changes: dict[str, Any]) -> None:
+    config = config_from_preset(f"{preset}-tiny", **{**SIZES, **changes})
+    model = untrained_model(config)
+    # The first step moves what begins with zero.
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.05)
+    for batch in (batch_of(PAIRS, config), batch_of([IdPair([9, 50, 51, 52], [53, 54, 55]), *PAIRS[1:]], config)):
+        optimiser.step()
+        optimiser.zero_grad()
+        Objective(0.1, 0.1).losses(model, batch).total.backward()  # type: ignore[no-untyped-call]
+    largest = {name: _largest(parameter.grad) for name, parameter in model.named_parameters()}
+    assert all(math.isfinite(one) for one in largest.values())
+    assert [name for name, one in largest.items() if one < 1e-6] == [
+        name for name in largest if name.endswith(without_gradient(config))
+    ]
+
+
+def _largest(gradient: Tensor | None) -> float:
+    assert gradient is not None
+    return float(gradient.abs().max())
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_an_untrained_model_guesses(preset: str) -> None:
+    model, batch = model_and_batch(preset)
+    assert float(Objective().losses(model, batch).tokens) == pytest.approx(math.log(64), abs=0.35)
+
+
+def test_the_seed_of_an_untrained_model_decides_its_weights_and_leaves_other_draws_alone() -> None:
+    config = config_from_preset("fat-tiny", **SIZES)
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    one, same, other = (untrained_model(config, seed).state_dict() for seed in (1, 1, 2))
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["source_embedding.weight"], other["source_embedding.weight"])
+
+
+def drawn_pairs(seed: int = 0) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    shapes = (2, 3, 4, 5), (2, 3, 6, 5)
+    queries, keys = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes)
+    return queries.requires_grad_(), keys.requires_grad_()
+
+
+def test_the_norms_of_slow_attention_have_the_gradient_of_their_formula() -> None:
+    queries, keys = drawn_pairs()
+    assert torch.autograd.gradcheck(PositiveNorms.apply, (queries, keys))
+    weights = torch.randn(2, 3, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plain = ((queries.unsqueeze(-2) + keys.unsqueeze(-3)).relu().square().sum(-1) + 1e-6).sqrt()
+    expected = torch.autograd.grad((plain * weights).sum(), (queries, keys))
+    norms = PositiveNorms.apply(queries, keys)  # type: ignore[no-untyped-call]
+    found = torch.autograd.grad((norms * weights).sum(), (queries, keys))
+    torch.testing.assert_close(norms, plain, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_slow_scores_are_the_same_with_and_without_gradients(dtype: torch.dtype, tolerance: float) -> None:
+    queries, keys = (one.detach().to(dtype).requires_grad_() for one in drawn_pairs())
+    learning = slow_scores(queries, keys)
+    with torch.no_grad():
+        running = slow_scores(queries, keys)
+    assert learning.requires_grad
+    torch.testing.assert_close(learning.detach(), running, rtol=tolerance, atol=0)
+    # A frozen side needs no gradient, and the other one has the same.
+    both = torch.autograd.grad(learning.sum(), (queries, keys))
+    alone = torch.autograd.grad(slow_scores(queries.detach(), keys).sum(), keys)
+    assert torch.equal(alone[0], both[1])
+
+
+def test_a_pair_without_any_positive_feature_has_a_finite_score_and_no_gradient() -> None:
+    queries = torch.full((1, 1, 1, 4), -1.0, requires_grad=True)
+    keys = torch.full((1, 1, 2, 4), -1.0, requires_grad=True)
+    scores = slow_scores(queries, keys)
+    assert scores.detach().flatten().tolist() == pytest.approx([math.sqrt(1e-6) / 2] * 2)
+    scores.sum().backward()  # type: ignore[no-untyped-call]
+    assert queries.grad is not None
+    assert not queries.grad.any()
