@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fatdeploy.bundle import TOKENIZER, Bundle, read_bundle
-from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError
+from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, in_one_line
 from fatdeploy.runtimes.batching import batches_of
-from fatdeploy.runtimes.decode import Decoding, check_sources, wrong_source
+from fatdeploy.runtimes.decode import Decoding, check_sources, row_of, wrong_source
 from fatdeploy.runtimes.deltas import Deltas
 from fatdeploy.runtimes.engine import Engine
 from fatdeploy.runtimes.hypothesis import Hypothesis
@@ -84,9 +84,8 @@ class Model:
         most ``batch_tokens`` positions, which changes no result. ``progress`` is told after each batch how many sources
         it had. Those whose batch was not begun when ``timeout_s`` was over are ``cancelled`` without a token.
         """
-        if isinstance(sources, str):
-            raise ConfigError("generate takes a list of sources, found one text: pass [text]")
-        _check_budget(batch_tokens)
+        _check_call(options, truncate, batch_tokens, progress)
+        _check_list(sources)
         options = self._asked(options)
         deadline = None if options.timeout_s is None else monotonic() + options.timeout_s
         given = self._given(sources, truncate)
@@ -108,6 +107,7 @@ class Model:
         decoded before the first event is asked for, and ``timeout_s`` counts from then. Models that write from right to
         left, or all tokens at once, have nothing to tell in reading order before the end: one event tells everything.
         """
+        _check_call(options, truncate)
         options = self._asked(options)
         _check_streamed(options)
         [given] = self._given([source], truncate)
@@ -194,7 +194,7 @@ class Model:
         return cut_text(text, stops) if found.finish == "stop" else text
 
     def _encoded(self, source: Source) -> Encoded:
-        return self._needed_tokenizer().encoded(source) if isinstance(source, str) else Encoded(np.asarray(source))
+        return self._needed_tokenizer().encoded(source) if isinstance(source, str) else Encoded(row_of(source))
 
     def _needed_tokenizer(self) -> Tokenizer:
         if TOKENIZER not in self.bundle.manifest.files:
@@ -210,9 +210,26 @@ class Given(NamedTuple):
     dropped: int
 
 
-def _check_budget(value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"batch_tokens must be a whole number from 1 up, found {value!r}")
+def _check_list(sources: object) -> None:
+    if isinstance(sources, str):
+        raise ConfigError("generate takes a list of sources, found one text: pass [text]")
+    if not isinstance(sources, Iterable):
+        raise ConfigError(f"generate takes a list of sources, found {sources!r}")
+
+
+def _check_call(options: object, truncate: object, batch_tokens: object = 1, progress: object = None) -> None:
+    """Raise, with every reason, unless the arguments are what their names say."""
+    reasons = []
+    if not isinstance(options, DecodeOptions | None):
+        reasons.append(f"options must be DecodeOptions, found {options!r}")
+    if not isinstance(truncate, bool):
+        reasons.append(f"truncate must be True or False, found {truncate!r}")
+    if isinstance(batch_tokens, bool) or not isinstance(batch_tokens, int) or batch_tokens < 1:
+        reasons.append(f"batch_tokens must be a whole number from 1 up, found {batch_tokens!r}")
+    if progress is not None and not callable(progress):
+        reasons.append(f"progress must be a function of a number, found {progress!r}")
+    if reasons:
+        raise ConfigError(in_one_line("call refused", reasons))
 
 
 def _check_streamed(options: DecodeOptions) -> None:
