@@ -7,11 +7,10 @@ from typing import NamedTuple, Optional
 import numpy as np
 from numpy.typing import NDArray
 
-from fatdeploy.errors import SpecMismatch
 from fatdeploy.runtimes.controls import NEVER
 from fatdeploy.runtimes.engine import Floats, Rows, StepOut, Want
 from fatdeploy.runtimes.hypothesis import Finish, Said
-from fatdeploy.runtimes.scoring import Scorer, check_something_is_left
+from fatdeploy.runtimes.scoring import Scorer, check_numbers, check_something_is_left
 from fatdeploy.runtimes.search import Move, Task, stays
 from fatdeploy.spec import Tokens
 
@@ -77,7 +76,7 @@ class Beam:
         k is at least twice the number of beams: as many may be complete and leave as stay.
         """
         best = self._candidates(log_probs, ids)
-        if best.totals[0] == NEVER and not self.finished:
+        if not best.totals[0] > NEVER and not self.finished:  # nor is what is no number
             check_something_is_left(best.totals[:1], self.length)
         nodes = [self._node(best, index, attention) for index in range(len(best.tokens))]
         ends = [self._end(node) for node in nodes]
@@ -312,8 +311,7 @@ class Chooser:
         rest = most % groups
         largest = scores[:, : most - rest].reshape(rows, -1, groups).max(1)
         np.maximum(largest[:, :rest], scores[:, most - rest :], out=largest[:, :rest])
-        if np.isnan(largest).any():
-            raise SpecMismatch("the engine's scores are not numbers: fatdeploy verify finds where it begins")
+        check_numbers(largest)
         largest.partition(groups - count)
         bounds: Floats = largest[:, groups - count]
         return bounds

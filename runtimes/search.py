@@ -101,10 +101,13 @@ class RowSearch:
     def advance(self, out: StepOut) -> Move | None:
         """Choose a token for each row; sources that are finished leave when it pays."""
         scores = self._scores(out)
-        columns = scores.argmax(-1) if self.sampler is None else self._drawn(scores)
-        if self.scorer.processors:
+        columns = scores.argmax(-1)
+        # Of scores that are no numbers the arg-max is the first, which is hardly ever EOS: such a row meets the limit.
+        if self.scorer.processors or self.sampler is not None or self.length + 1 == self.task.limit:
             # Of a finished row controls may leave nothing: nobody asks it.
             check_something_is_left(scores[np.arange(len(scores)), columns][self.going], self.length)
+        if self.sampler is not None:
+            columns = self._drawn(scores, self.sampler)
         chosen = columns if self.scorer.ids is None else self.scorer.ids[columns]
         self._write(chosen, scores, columns, out.attention)
         self._finish(chosen)
@@ -135,11 +138,10 @@ class RowSearch:
         everything = len(self.rows) == len(self.tokens)
         return self.tokens[:, : self._place] if everything else self.tokens[self.rows, : self._place]
 
-    def _drawn(self, scores: Floats) -> NDArray[np.int64]:
+    def _drawn(self, scores: Floats, sampler: Sampler) -> NDArray[np.int64]:
         columns = np.zeros(len(scores), np.int64)
-        if self.sampler is not None:
-            for row in np.flatnonzero(self.going).tolist():
-                columns[row] = self.sampler.column(scores[row], int(self.rows[row]))
+        for row in np.flatnonzero(self.going).tolist():
+            columns[row] = sampler.column(scores[row], int(self.rows[row]))
         return columns
 
     @property
