@@ -114,10 +114,9 @@ class Beam:
         if node.token == self.task.spec.eos_id:
             return "eos", self.length
         if self.task.stops:
-            prefix = self.task.prompt[1:]
-            kept = self.task.stops.kept((*prefix, *(one.token for one in path(node))))
-            if kept is not None:
-                return "stop", max(0, kept - len(prefix))
+            cut = self.task.stops.cut([*self.task.prompt[1:], *last_tokens(node, self.task.stops.reach)])
+            if cut is not None:
+                return "stop", max(0, self.length + 1 - cut)
         return ("length", self.length + 1) if self.length + 1 == self.task.limit else None
 
     def _finish(self, best: Candidates, nodes: list[Node], ends: list[tuple[Finish, int] | None]) -> None:
@@ -175,6 +174,15 @@ def path(node: Node | None) -> list[Node]:
         nodes.append(node)
         node = node.before
     return nodes[::-1]
+
+
+def last_tokens(node: Node | None, most: int | None) -> list[int]:
+    """Return the tokens that lead to a node, or at most so many of the last."""
+    tokens: list[int] = []
+    while node is not None and len(tokens) != most:
+        tokens.append(node.token)
+        node = node.before
+    return tokens[::-1]
 
 
 class BeamSearch:

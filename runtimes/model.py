@@ -190,8 +190,10 @@ class Model:
         if self._tokenizer is None:
             return None
         text = self._tokenizer.text(found.tokens)
+        if found.finish != "stop":
+            return text
         stops = [one for one in options.stop if isinstance(one, str)]
-        return cut_text(text, stops) if found.finish == "stop" else text
+        return cut_text(text, stops, len(self._tokenizer.text(options.prefix_ids)))
 
     def _encoded(self, source: Source) -> Encoded:
         return self._needed_tokenizer().encoded(source) if isinstance(source, str) else Encoded(row_of(source))

@@ -171,11 +171,12 @@ class RowSearch:
             self._end(np.flatnonzero(self.going), "length", self.length)
 
     def _stop(self) -> None:
-        prefix = len(self.task.prompt) - 1
+        stops = self.task.stops
+        begin = 1 if stops.reach is None else max(1, self._place - stops.reach)
         for row in np.flatnonzero(self.going).tolist():
-            kept = self.task.stops.kept(self.tokens[self.rows[row], 1 : self._place].tolist())
-            if kept is not None:
-                self._end(np.array([row]), "stop", max(0, kept - prefix))
+            cut = stops.cut(self.tokens[self.rows[row], begin : self._place].tolist())
+            if cut is not None:
+                self._end(np.array([row]), "stop", max(0, self.length - cut))
 
     def _end(self, rows: Rows, finish: Finish, kept: int) -> None:
         self.going[rows] = False
