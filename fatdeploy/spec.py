@@ -244,6 +244,8 @@ def _wrong_form(name: str, array: NDArray[np.generic], dtype: np.dtype[np.generi
 
 
 def _wrong_padding(mask: Mask) -> list[str]:
+    if mask.all():
+        return []
     reasons = []
     empty = np.flatnonzero(~mask.any(axis=1))
     if empty.size:

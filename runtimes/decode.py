@@ -127,8 +127,11 @@ def padded(sources: Sequence[Source], spec: ModelSpec) -> tuple[Tokens, Mask]:
     """Return sources of any lengths as ids [B, S] and mask, padded on the right; refuse those that cannot be read."""
     rows = [row_of(source) for source in sources]
     check_sources(rows, spec)
-    lengths = np.array([len(row) for row in rows])
-    mask = np.arange(lengths.max()) < lengths[:, None]
+    lengths = [len(row) for row in rows]
+    longest = max(lengths)
+    if min(lengths) == longest:
+        return np.array(rows, np.int64), np.ones((len(rows), longest), bool)
+    mask = np.arange(longest) < np.array(lengths)[:, None]
     ids = np.full(mask.shape, spec.pad_id, np.int64)
     ids[mask] = np.concatenate(rows)
     return ids, mask

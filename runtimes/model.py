@@ -183,6 +183,8 @@ class Model:
 
     def _completed(self, found: Hypothesis, given: "Given", options: DecodeOptions) -> Hypothesis:
         """Return a result, and its alternatives, with text and what is missing of the source."""
+        if self._tokenizer is None and not given.dropped:
+            return found
         others = tuple(self._completed(one, given, options) for one in found.alternatives)
         return replace(found, text=self._text(found, options), dropped=given.dropped, alternatives=others)
 
