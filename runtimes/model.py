@@ -86,11 +86,13 @@ class Model:
         """
         _check_call(options, truncate, batch_tokens, progress)
         _check_list(sources)
-        options = self._asked(options)
+        options, limit = self._asked(options)
         deadline = None if options.timeout_s is None else monotonic() + options.timeout_s
         given = self._given(sources, truncate)
         found = [Hypothesis((), "cancelled")] * len(given)
-        for batch in self._batches(given, options, batch_tokens):
+        positions = len(options.prefix_ids) + limit
+        lengths = [len(one.ids) for one in given]
+        for batch in batches_of(lengths, options.rows_per_source(self.spec), positions, batch_tokens):
             if deadline is not None and monotonic() >= deadline:
                 break
             decoded = self._decoded([given[index].ids for index in batch], options, deadline)
@@ -108,7 +110,7 @@ class Model:
         left, or all tokens at once, have nothing to tell in reading order before the end: one event tells everything.
         """
         _check_call(options, truncate)
-        options = self._asked(options)
+        options, _ = self._asked(options)
         _check_streamed(options)
         [given] = self._given([source], truncate)
         return Stream(
@@ -135,8 +137,8 @@ class Model:
     ) -> None:
         self.close()
 
-    def _asked(self, options: DecodeOptions | None) -> DecodeOptions:
-        """Return options whose prefix is tokens; refuse what the model cannot do."""
+    def _asked(self, options: DecodeOptions | None) -> tuple[DecodeOptions, int]:
+        """Return options whose prefix is tokens, and the most new tokens; refuse what the model cannot do."""
         options = options or DecodeOptions()
         texts = {"prefix": isinstance(options.prefix, str), "stop": any(isinstance(one, str) for one in options.stop)}
         named = [name for name, is_text in texts.items() if is_text]
@@ -148,8 +150,7 @@ class Model:
             )
         if tokenizer is not None and isinstance(options.prefix, str):
             options = replace(options, prefix=tokenizer.plain_ids(options.prefix))
-        options.limit(self.spec)
-        return options
+        return options, options.limit(self.spec)
 
     def _given(self, sources: Sequence[Source], truncate: bool) -> list["Given"]:
         """Return the tokens of sources that the model can read, cut where that is wanted."""
@@ -161,11 +162,6 @@ class Model:
         if any(dropped):
             log.warning("sources cut to max_source = %d: tokens dropped %s", self.spec.max_source, dropped)
         return [Given(row, missing) for row, missing in zip(rows, dropped, strict=True)]
-
-    def _batches(self, given: Sequence["Given"], options: DecodeOptions, budget: int) -> list[list[int]]:
-        positions = len(options.prefix_ids) + options.limit(self.spec)
-        lengths = [len(one.ids) for one in given]
-        return batches_of(lengths, options.rows_per_source(self.spec), positions, budget)
 
     def _decoding(
         self, rows: Sequence[NDArray[np.generic]], options: DecodeOptions, deadline: float | None = None

@@ -72,6 +72,8 @@ class DecodeOptions:
     @property
     def prefix_ids(self) -> tuple[int, ...]:
         """The prefix as tokens; a text must have been replaced by them."""
+        if not self.prefix:
+            return ()
         if isinstance(self.prefix, str):
             raise ConfigError("prefix refused: text needs a tokenizer, and here is none; pass token ids")
         return tuple(int(token) for token in self.prefix)
@@ -108,7 +110,9 @@ class DecodeOptions:
     def _wrong_choice(self, spec: ModelSpec) -> list[str]:
         reasons = []
         if self.length_candidates > 1 and not spec.length_log_probs:
-            reasons.append(f"length_candidates must be 1: this model has no length head, found {self.length_candidates}")
+            reasons.append(
+                f"length_candidates must be 1: this model has no length head, found {self.length_candidates}"
+            )
         if self.num_beams > 1:
             known = spec.vocab_size if self.shortlist is None else len({*self.shortlist, spec.eos_id})
             what = "vocabulary" if self.shortlist is None else "shortlist with EOS"

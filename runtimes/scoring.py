@@ -121,6 +121,7 @@ def check_numbers(scores: Floats) -> None:
 
 def check_something_is_left(best: Floats, length: int) -> None:
     """Raise if the controls forbid every token, or the best is no number."""
+    if np.isfinite(best).all():
+        return
     check_numbers(best)
-    if not np.isfinite(best).all():
-        raise ConfigError(f"the controls (bad_words, shortlist, processors …) leave no token to say after {length}")
+    raise ConfigError(f"the controls (bad_words, shortlist, processors …) leave no token to say after {length}")

@@ -175,7 +175,10 @@ def test_everything_is_checked_before_anything_is_decoded(
     [
         ({"options": {"num_beams": 2}}, "options must be DecodeOptions, found {'num_beams': 2}"),
         ({"truncate": "no"}, "truncate must be True or False, found 'no'"),
-        ({"progress": 3, "batch_tokens": 0}, "batch_tokens must be .*; progress must be a function of a number, found 3"),
+        (
+            {"progress": 3, "batch_tokens": 0},
+            "batch_tokens must be .*; progress must be a function of a number, found 3",
+        ),
     ],
     ids=str,
 )

@@ -28,7 +28,10 @@ WHOLE = "must be a whole number from"
         *(("top_p", value, "must be a number above 0, at most 1") for value in (0, 1.1)),
         *(("min_p", value, "must be a number from 0, below 1") for value in (-0.1, 1)),
         ("seed", -1, f"{WHOLE} 0 up"),
-        *(("prefix", value, "must be token ids or text") for value in ([1.5], 3, [-1], np.ones(2), np.ones((1, 2), int))),
+        *(
+            ("prefix", value, "must be token ids or text")
+            for value in ([1.5], 3, [-1], np.ones(2), np.ones((1, 2), int))
+        ),
         ("repetition_penalty", 0, "must be a number above 0"),
         ("no_repeat_ngram_size", -1, f"{WHOLE} 0 up"),
         ("suppress_tokens", "ab", "must be token ids"),
