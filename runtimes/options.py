@@ -159,11 +159,12 @@ class DecodeOptions:
 
     def _wrong_in_parallel(self) -> list[str]:
         allowed = ("max_new_tokens", "length_candidates", "timeout_s", "scores")
-        plain = DecodeOptions()
+        given = {one.name: (getattr(self, one.name), one.default) for one in fields(self) if one.name not in allowed}
         return [
-            f"{one.name} has no meaning for a parallel model, which says all tokens at once"
-            for one in fields(self)
-            if one.name not in allowed and getattr(self, one.name) != getattr(plain, one.name)
+            f"{name} has no meaning for a parallel model, which says all tokens at once"
+            for name, (value, plain) in given.items()
+            # An empty list asks for as little as the empty tuple that is the default.
+            if value != plain and (value or plain)
         ]
 
 

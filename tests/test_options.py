@@ -120,6 +120,14 @@ def test_a_parallel_model_refuses_what_needs_one_token_after_another() -> None:
         decode(TableEngine(spec=spec), [[5]], DecodeOptions(num_beams=2, stop=[[3]]))
 
 
+def test_what_asks_a_parallel_model_for_nothing_is_not_refused() -> None:
+    spec = type(WORDS)(**{**WORDS.__dict__, "decoding": "parallel", "length": "eos"})
+    nothing = {key: [] for key in ("prefix", "suppress_tokens", "forced_tokens", "bad_words", "stop", "processors")}
+    assert DecodeOptions(**nothing).limit(spec) == 32
+    with pytest.raises(ConfigError, match=r"^decode options refused: length_penalty has no meaning[^;]*$"):
+        DecodeOptions(**nothing, length_penalty=0.0).limit(spec)
+
+
 def test_arrays_of_ids_are_as_good_as_lists() -> None:
     lists = {
         "prefix": [9, 8],
