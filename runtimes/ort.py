@@ -118,8 +118,9 @@ class OrtEngine:
         Only rows that another continues are copied, only their written positions, and buffers stay where they are.
         """
         _check_held(state)
-        if rows.size and not (rows.min() >= 0 and rows.max() < state.rows):
-            raise SpecMismatch(f"reorder refused: the state has rows 0…{state.rows - 1}, found {rows.tolist()}")
+        listed = rows.tolist()
+        if listed and not 0 <= min(listed) <= max(listed) < state.rows:
+            raise SpecMismatch(f"reorder refused: the state has rows 0…{state.rows - 1}, found {listed}")
         batch = len(state.sources[self.spec.source_mask.name])
         kept, each = sources_of_rows(rows, state.rows // batch)
         if each > state.capacity.rows_per_source:
@@ -128,7 +129,7 @@ class OrtEngine:
                 f"rows_per_source = {state.capacity.rows_per_source}"
             )
         move_rows(self.spec.state, state.buffers[state.n_steps % len(state.buffers)], rows, int(state.position))
-        leaving = not np.array_equal(kept, np.arange(batch))
+        leaving = kept.tolist() != list(range(batch))
         if leaving:
             state.sources = {name: np.ascontiguousarray(array[kept]) for name, array in state.sources.items()}
             state.inputs = self._binder.values(state.sources)
