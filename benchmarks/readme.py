@@ -139,6 +139,22 @@ def shortlists(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def beam_rows_lines(result: dict[str, Any]) -> str:
+    """Return what beams that share caches cost in both ways."""
+    facts = [
+        f"{counted(row['sources'], 'source')} at position {row['position']}: {row['min_us']['attention']:.0f} µs, "
+        f"{row['min_us']['attention_with_indirection']:.0f} with indirection, "
+        f"{row['min_us']['copy_of_a_row_a_source']:.0f} for the copy of a row a source"
+        for row in result["results"]
+    ]
+    return (
+        f"Rows of beams that change their parent are copied: onnxruntime's other way, a cached attention that is told "
+        f"which row holds each position, costs more. An attention of {result['beams']} beams ({result['heads']} heads "
+        f"of {result['head_width']}), min: {'; '.join(facts)}. {where(result, ('onnxruntime',))}, "
+        f"{counted(result['threads'], 'thread')}, fp32."
+    )
+
+
 SEARCHES = {
     "greedy": "greedy",
     "beams": "4 beams",
@@ -216,6 +232,7 @@ BLOCKS = {
     "g2p": {"g2p.json": g2p_lines},
     "more": {
         "engines_beam.json": beams_table,
+        "beam_rows.json": beam_rows_lines,
         "loop_overhead.json": loop_table,
         "load.json": load_lines,
         "export_time.json": export_lines,

@@ -116,6 +116,7 @@ class OrtEngine:
         """Make new row i continue old row rows[i]; sources without rows leave.
 
         Only rows that another continues are copied, only their written positions, and buffers stay where they are.
+        onnxruntime could be told instead which row holds each position: that is slower (benchmarks/beam_rows.py).
         """
         _check_held(state)
         listed = rows.tolist()
