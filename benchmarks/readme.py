@@ -141,17 +141,16 @@ def shortlists(rows: list[dict[str, Any]]) -> list[str]:
 
 def beam_rows_lines(result: dict[str, Any]) -> str:
     """Return what beams that share caches cost in both ways."""
-    facts = [
-        f"{counted(row['sources'], 'source')} at position {row['position']}: {row['min_us']['attention']:.0f} µs, "
-        f"{row['min_us']['attention_with_indirection']:.0f} with indirection, "
-        f"{row['min_us']['copy_of_a_row_a_source']:.0f} for the copy of a row a source"
-        for row in result["results"]
-    ]
+    names = ("attention", "attention_with_indirection", "copy_of_a_row_a_source")
+    facts = []
+    for row in result["results"]:
+        times = " / ".join(f"{row['min_us'][name]:.0f}" for name in names)
+        facts.append(f"{times} µs ({counted(row['sources'], 'source')}, position {row['position']})")
     return (
-        f"Rows of beams that change their parent are copied: onnxruntime's other way, a cached attention that is told "
-        f"which row holds each position, costs more. An attention of {result['beams']} beams ({result['heads']} heads "
-        f"of {result['head_width']}), min: {'; '.join(facts)}. {where(result, ('onnxruntime',))}, "
-        f"{counted(result['threads'], 'thread')}, fp32."
+        "Rows of beams that change their parent are copied; onnxruntime's attention can also be told which row holds "
+        "each position. An attention / one with that indirection / the copy of a row a source, "
+        f"{result['beams']} beams, {result['heads']} heads of {result['head_width']}, min: {', '.join(facts)}. "
+        f"{where(result, ('onnxruntime',))}, {counted(result['threads'], 'thread')}, fp32."
     )
 
 

@@ -19,7 +19,7 @@ def test_a_run_writes_what_the_readme_reads(tmp_path: Path) -> None:
     assert {"machine", "versions", "commit", "date", "numbers_checked", "threads"} <= result.keys()
     [row] = result["results"]
     assert min(row["min_us"].values()) > 0
-    assert "2 sources at position 5: " in beam_rows_lines(result)
+    assert " µs (2 sources, position 5). Measured on" in beam_rows_lines(result)
 
 
 def test_indirection_that_gives_other_numbers_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
