@@ -139,6 +139,21 @@ def shortlists(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def beam_rows_lines(result: dict[str, Any]) -> str:
+    """Return what beams that share caches cost in both ways."""
+    names = ("attention", "attention_with_indirection", "copy_of_a_row_a_source")
+    facts = []
+    for row in result["results"]:
+        times = " / ".join(f"{row['min_us'][name]:.0f}" for name in names)
+        facts.append(f"{times} µs ({counted(row['sources'], 'source')}, position {row['position']})")
+    return (
+        "Rows of beams that change their parent are copied; onnxruntime's attention can also be told which row holds "
+        "each position. An attention / one with that indirection / the copy of a row a source, "
+        f"{result['beams']} beams, {result['heads']} heads of {result['head_width']}, min: {', '.join(facts)}. "
+        f"{where(result, ('onnxruntime',))}, {counted(result['threads'], 'thread')}, fp32."
+    )
+
+
 SEARCHES = {
     "greedy": "greedy",
     "beams": "4 beams",
@@ -216,6 +231,7 @@ BLOCKS = {
     "g2p": {"g2p.json": g2p_lines},
     "more": {
         "engines_beam.json": beams_table,
+        "beam_rows.json": beam_rows_lines,
         "loop_overhead.json": loop_table,
         "load.json": load_lines,
         "export_time.json": export_lines,

@@ -7,11 +7,10 @@ from typing import NamedTuple, Optional
 import numpy as np
 from numpy.typing import NDArray
 
-from fatdeploy.errors import SpecMismatch
 from fatdeploy.runtimes.controls import NEVER
 from fatdeploy.runtimes.engine import Floats, Rows, StepOut, Want
 from fatdeploy.runtimes.hypothesis import Finish, Said
-from fatdeploy.runtimes.scoring import Scorer, check_something_is_left
+from fatdeploy.runtimes.scoring import Scorer, check_numbers, check_something_is_left
 from fatdeploy.runtimes.search import Move, Task, stays
 from fatdeploy.spec import Tokens
 
@@ -77,7 +76,7 @@ class Beam:
         k is at least twice the number of beams: as many may be complete and leave as stay.
         """
         best = self._candidates(log_probs, ids)
-        if best.totals[0] == NEVER and not self.finished:
+        if not best.totals[0] > NEVER and not self.finished:  # nor is what is no number
             check_something_is_left(best.totals[:1], self.length)
         nodes = [self._node(best, index, attention) for index in range(len(best.tokens))]
         ends = [self._end(node) for node in nodes]
@@ -115,10 +114,9 @@ class Beam:
         if node.token == self.task.spec.eos_id:
             return "eos", self.length
         if self.task.stops:
-            prefix = self.task.prompt[1:]
-            kept = self.task.stops.kept((*prefix, *(one.token for one in path(node))))
-            if kept is not None:
-                return "stop", max(0, kept - len(prefix))
+            cut = self.task.stops.cut([*self.task.prompt[1:], *last_tokens(node, self.task.stops.reach)])
+            if cut is not None:
+                return "stop", max(0, self.length + 1 - cut)
         return ("length", self.length + 1) if self.length + 1 == self.task.limit else None
 
     def _finish(self, best: Candidates, nodes: list[Node], ends: list[tuple[Finish, int] | None]) -> None:
@@ -176,6 +174,15 @@ def path(node: Node | None) -> list[Node]:
         nodes.append(node)
         node = node.before
     return nodes[::-1]
+
+
+def last_tokens(node: Node | None, most: int | None) -> list[int]:
+    """Return the tokens that lead to a node, or at most so many of the last."""
+    tokens: list[int] = []
+    while node is not None and len(tokens) != most:
+        tokens.append(node.token)
+        node = node.before
+    return tokens[::-1]
 
 
 class BeamSearch:
@@ -312,8 +319,7 @@ class Chooser:
         rest = most % groups
         largest = scores[:, : most - rest].reshape(rows, -1, groups).max(1)
         np.maximum(largest[:, :rest], scores[:, most - rest :], out=largest[:, :rest])
-        if np.isnan(largest).any():
-            raise SpecMismatch("the engine's scores are not numbers: fatdeploy verify finds where it begins")
+        check_numbers(largest)
         largest.partition(groups - count)
         bounds: Floats = largest[:, groups - count]
         return bounds

@@ -2,19 +2,29 @@
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from fatdeploy.runtimes.engine import Rows
 from fatdeploy.spec import StateSpec
 
 Array = NDArray[Any]
-Buffers = list[list[Array]]  # one set for caches, two that change places for recurrent state
 
 # As many as decodes that usually run side by side on a device; a set may be many megabytes.
 MOST_WAITING = 4
+
+
+@dataclass
+class Buffers:
+    """State of one decode, and what an engine has made for it and may use again."""
+
+    sets: list[list[Array]]  # one for caches, two that change places for recurrent state
+    position: NDArray[np.int64] = field(default_factory=lambda: np.zeros((), np.int64))
+    bound: dict[Any, Any] = field(default_factory=dict)
 
 
 class BufferPool:
@@ -34,7 +44,7 @@ class BufferPool:
         with self._lock:
             while self._waiting and found is None:
                 newest = self._waiting.pop()
-                if [array.shape for array in newest[0]] == shapes:
+                if [array.shape for array in newest.sets[0]] == shapes:
                     found = newest
                 else:
                     others.append(newest)
@@ -71,17 +81,18 @@ def move_rows(specs: Sequence[StateSpec], arrays: Sequence[Array], rows: Rows, p
             held[new] = held[old]
 
 
-def zero_rows(specs: Sequence[StateSpec], buffers: Buffers, rows: int, position: int) -> None:
-    """Make the first rows of buffers, those that were ever used, as good as new.
+def zero_rows(specs: Sequence[StateSpec], sets: Sequence[Sequence[Array]], rows: int, position: int) -> None:
+    """Make the first rows of state, those that were ever used, as good as new.
 
     A sum starts from zero. A cache is hidden from its reader beyond the position, but some graphs hide by a weight
     of zero, and zero times a NaN that another source left there is NaN: so what was written is zeroed too.
     """
-    for spec, *arrays in zip(specs, *buffers, strict=True):
+    for spec, *arrays in zip(specs, *sets, strict=True):
+        _, *rest = written(spec, position)
         for array in arrays:
-            array[:rows][written(spec, position)] = 0
+            array[:rows, *rest] = 0
 
 
 def written(spec: StateSpec, position: int) -> tuple[slice, ...]:
     """Return the part of a state tensor that steps up to a position have written."""
-    return tuple(slice(position) if axis == "capacity" else slice(None) for axis in spec.shape)
+    return tuple([slice(position) if axis == "capacity" else slice(None) for axis in spec.shape])

@@ -1,6 +1,6 @@
 """What may be said: processors that change scores before a token is chosen, in the order of ``transformers``."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -139,8 +139,3 @@ class Suppressed:
     def __call__(self, tokens: Tokens, scores: Floats) -> Floats:  # noqa: ARG002
         scores[:, self.ids] = NEVER
         return scores
-
-
-def ends_with(tokens: Sequence[int], stops: Sequence[Sequence[int]]) -> int:
-    """Return the length of the stop sequence that tokens end with, 0 if none."""
-    return next((len(stop) for stop in stops if tuple(tokens[-len(stop) :]) == tuple(stop)), 0)

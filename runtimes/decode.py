@@ -49,7 +49,7 @@ class Decoding:
         limit = options.limit(engine.spec)
         source, mask = padded(sources, engine.spec)
         self._engine, self._options = engine, options
-        rows = [np.asarray(one) for one in sources]
+        rows = [row_of(one) for one in sources]
         self._task = Task(options, engine.spec, rows, limit, Stops(options, text_of))
         self._deadline = deadline
         if deadline is None and options.timeout_s is not None:
@@ -125,13 +125,24 @@ class Decoding:
 
 def padded(sources: Sequence[Source], spec: ModelSpec) -> tuple[Tokens, Mask]:
     """Return sources of any lengths as ids [B, S] and mask, padded on the right; refuse those that cannot be read."""
-    rows = [np.asarray(source) for source in sources]
+    rows = [row_of(source) for source in sources]
     check_sources(rows, spec)
-    lengths = np.array([len(row) for row in rows])
-    mask = np.arange(lengths.max()) < lengths[:, None]
+    lengths = [len(row) for row in rows]
+    longest = max(lengths)
+    if min(lengths) == longest:
+        return np.array(rows, np.int64), np.ones((len(rows), longest), bool)
+    mask = np.arange(longest) < np.array(lengths)[:, None]
     ids = np.full(mask.shape, spec.pad_id, np.int64)
     ids[mask] = np.concatenate(rows)
     return ids, mask
+
+
+def row_of(source: Source) -> NDArray[np.generic]:
+    """Return a source as an array, whatever is in it: what is wrong with it is said of all sources at once."""
+    try:
+        return np.asarray(source)
+    except ValueError:  # lists of different lengths
+        return np.asarray(source, object)
 
 
 def check_sources(rows: Sequence[NDArray[np.generic]], spec: ModelSpec) -> None:

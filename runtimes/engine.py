@@ -89,16 +89,15 @@ class Engine(Stepper[State], Protocol[State]):
 
 def sources_of_rows(rows: Rows, rows_per_source: int) -> tuple[Rows, int]:
     """Return which sources ``rows`` keep, in order, and how many rows each has from now on; refuse anything uneven."""
-    owners = rows // rows_per_source
-    starts = np.flatnonzero(np.diff(owners, prepend=-1))
-    kept = owners[starts]
-    counts = np.diff(starts, append=len(rows))
-    if not len(rows) or len(set(kept.tolist())) < len(kept) or len(set(counts.tolist())) > 1:
+    owners = [row // rows_per_source for row in rows.tolist()]
+    kept = list(dict.fromkeys(owners))
+    each = len(owners) // max(1, len(kept))
+    if not owners or owners != [owner for owner in kept for _ in range(each)]:
         raise SpecMismatch(
             f"reorder refused: rows of one source must stand together, equally many for each; found {rows.tolist()} "
             f"with {rows_per_source} rows a source"
         )
-    return kept, int(counts[0])
+    return np.array(kept), each
 
 
 def check_want(spec: ModelSpec, want: Want) -> None:

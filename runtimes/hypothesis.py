@@ -20,7 +20,8 @@ class Hypothesis:
     was too long. ``score`` ranks targets of one source: the sum of all log-probabilities, EOS's too; for beams divided
     by the length to the power of the length penalty; for parallel models their mean. ``log_probs`` are those of the
     tokens after the prefix, and so are ``alignments``: cross-attention weights [T, S], mean over heads, of bundles
-    exported with them. ``alternatives`` are further targets of the same source, best first.
+    exported with them. ``alternatives`` are further targets of the same source: of beams the next best, best first; of
+    samples the others, as they were drawn.
     """
 
     tokens: tuple[int, ...]
@@ -47,20 +48,16 @@ class Said:
 def hypothesis_from_said(said: list[Said], prefix: tuple[int, ...], spec: ModelSpec) -> Hypothesis:
     """Return the best of several targets of a source in reading order, the others as its alternatives."""
     step = -1 if spec.target_order == "right_to_left" else 1
-    best, *others = (
-        Hypothesis(
+
+    def read(one: Said, alternatives: tuple[Hypothesis, ...] = ()) -> Hypothesis:
+        return Hypothesis(
             (*prefix, *one.tokens)[::step],
             one.finish,
             score=one.score,
             log_probs=None if one.log_probs is None else one.log_probs[::step],
             alignments=None if one.alignments is None else one.alignments[::step],
+            alternatives=alternatives,
         )
-        for one in said
-    )
-    return Hypothesis(
-        *(best.tokens, best.finish),
-        score=best.score,
-        log_probs=best.log_probs,
-        alignments=best.alignments,
-        alternatives=tuple(others),
-    )
+
+    best, *others = said
+    return read(best, tuple(read(one) for one in others))

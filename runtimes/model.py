@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fatdeploy.bundle import TOKENIZER, Bundle, read_bundle
-from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError
+from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, in_one_line
 from fatdeploy.runtimes.batching import batches_of
-from fatdeploy.runtimes.decode import Decoding, check_sources, wrong_source
+from fatdeploy.runtimes.decode import Decoding, check_sources, row_of, wrong_source
 from fatdeploy.runtimes.deltas import Deltas
 from fatdeploy.runtimes.engine import Engine
 from fatdeploy.runtimes.hypothesis import Hypothesis
@@ -84,14 +84,15 @@ class Model:
         most ``batch_tokens`` positions, which changes no result. ``progress`` is told after each batch how many sources
         it had. Those whose batch was not begun when ``timeout_s`` was over are ``cancelled`` without a token.
         """
-        if isinstance(sources, str):
-            raise ConfigError("generate takes a list of sources, found one text: pass [text]")
-        _check_budget(batch_tokens)
-        options = self._asked(options)
+        _check_call(options, truncate, batch_tokens, progress)
+        _check_list(sources)
+        options, limit = self._asked(options)
         deadline = None if options.timeout_s is None else monotonic() + options.timeout_s
         given = self._given(sources, truncate)
         found = [Hypothesis((), "cancelled")] * len(given)
-        for batch in self._batches(given, options, batch_tokens):
+        positions = len(options.prefix_ids) + limit
+        lengths = [len(one.ids) for one in given]
+        for batch in batches_of(lengths, options.rows_per_source(self.spec), positions, batch_tokens):
             if deadline is not None and monotonic() >= deadline:
                 break
             decoded = self._decoded([given[index].ids for index in batch], options, deadline)
@@ -108,7 +109,8 @@ class Model:
         decoded before the first event is asked for, and ``timeout_s`` counts from then. Models that write from right to
         left, or all tokens at once, have nothing to tell in reading order before the end: one event tells everything.
         """
-        options = self._asked(options)
+        _check_call(options, truncate)
+        options, _ = self._asked(options)
         _check_streamed(options)
         [given] = self._given([source], truncate)
         return Stream(
@@ -135,8 +137,8 @@ class Model:
     ) -> None:
         self.close()
 
-    def _asked(self, options: DecodeOptions | None) -> DecodeOptions:
-        """Return options whose prefix is tokens; refuse what the model cannot do."""
+    def _asked(self, options: DecodeOptions | None) -> tuple[DecodeOptions, int]:
+        """Return options whose prefix is tokens, and the most new tokens; refuse what the model cannot do."""
         options = options or DecodeOptions()
         texts = {"prefix": isinstance(options.prefix, str), "stop": any(isinstance(one, str) for one in options.stop)}
         named = [name for name, is_text in texts.items() if is_text]
@@ -148,8 +150,7 @@ class Model:
             )
         if tokenizer is not None and isinstance(options.prefix, str):
             options = replace(options, prefix=tokenizer.plain_ids(options.prefix))
-        options.limit(self.spec)
-        return options
+        return options, options.limit(self.spec)
 
     def _given(self, sources: Sequence[Source], truncate: bool) -> list["Given"]:
         """Return the tokens of sources that the model can read, cut where that is wanted."""
@@ -161,11 +162,6 @@ class Model:
         if any(dropped):
             log.warning("sources cut to max_source = %d: tokens dropped %s", self.spec.max_source, dropped)
         return [Given(row, missing) for row, missing in zip(rows, dropped, strict=True)]
-
-    def _batches(self, given: Sequence["Given"], options: DecodeOptions, budget: int) -> list[list[int]]:
-        positions = len(options.prefix_ids) + options.limit(self.spec)
-        lengths = [len(one.ids) for one in given]
-        return batches_of(lengths, options.rows_per_source(self.spec), positions, budget)
 
     def _decoding(
         self, rows: Sequence[NDArray[np.generic]], options: DecodeOptions, deadline: float | None = None
@@ -183,6 +179,8 @@ class Model:
 
     def _completed(self, found: Hypothesis, given: "Given", options: DecodeOptions) -> Hypothesis:
         """Return a result, and its alternatives, with text and what is missing of the source."""
+        if self._tokenizer is None and not given.dropped:
+            return found
         others = tuple(self._completed(one, given, options) for one in found.alternatives)
         return replace(found, text=self._text(found, options), dropped=given.dropped, alternatives=others)
 
@@ -190,11 +188,13 @@ class Model:
         if self._tokenizer is None:
             return None
         text = self._tokenizer.text(found.tokens)
+        if found.finish != "stop":
+            return text
         stops = [one for one in options.stop if isinstance(one, str)]
-        return cut_text(text, stops) if found.finish == "stop" else text
+        return cut_text(text, stops, len(self._tokenizer.text(options.prefix_ids)))
 
     def _encoded(self, source: Source) -> Encoded:
-        return self._needed_tokenizer().encoded(source) if isinstance(source, str) else Encoded(np.asarray(source))
+        return self._needed_tokenizer().encoded(source) if isinstance(source, str) else Encoded(row_of(source))
 
     def _needed_tokenizer(self) -> Tokenizer:
         if TOKENIZER not in self.bundle.manifest.files:
@@ -210,9 +210,26 @@ class Given(NamedTuple):
     dropped: int
 
 
-def _check_budget(value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"batch_tokens must be a whole number from 1 up, found {value!r}")
+def _check_list(sources: object) -> None:
+    if isinstance(sources, str):
+        raise ConfigError("generate takes a list of sources, found one text: pass [text]")
+    if not isinstance(sources, Iterable):
+        raise ConfigError(f"generate takes a list of sources, found {sources!r}")
+
+
+def _check_call(options: object, truncate: object, batch_tokens: object = 1, progress: object = None) -> None:
+    """Raise, with every reason, unless the arguments are what their names say."""
+    reasons = []
+    if not isinstance(options, DecodeOptions | None):
+        reasons.append(f"options must be DecodeOptions, found {options!r}")
+    if not isinstance(truncate, bool):
+        reasons.append(f"truncate must be True or False, found {truncate!r}")
+    if isinstance(batch_tokens, bool) or not isinstance(batch_tokens, int) or batch_tokens < 1:
+        reasons.append(f"batch_tokens must be a whole number from 1 up, found {batch_tokens!r}")
+    if progress is not None and not callable(progress):
+        reasons.append(f"progress must be a function of a number, found {progress!r}")
+    if reasons:
+        raise ConfigError(in_one_line("call refused", reasons))
 
 
 def _check_streamed(options: DecodeOptions) -> None:

@@ -61,6 +61,9 @@ class DecodeOptions:
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
+        for name in ID_OPTIONS:
+            # As lists: an array has no truth and no equality of its own.
+            object.__setattr__(self, name, _without_arrays(getattr(self, name)))
         reasons = [reason for name, range_ in RANGES.items() if (reason := range_.wrong(name, getattr(self, name)))]
         reasons += [] if reasons else self._wrong_together()
         if reasons:
@@ -69,6 +72,8 @@ class DecodeOptions:
     @property
     def prefix_ids(self) -> tuple[int, ...]:
         """The prefix as tokens; a text must have been replaced by them."""
+        if not self.prefix:
+            return ()
         if isinstance(self.prefix, str):
             raise ConfigError("prefix refused: text needs a tokenizer, and here is none; pass token ids")
         return tuple(int(token) for token in self.prefix)
@@ -103,11 +108,18 @@ class DecodeOptions:
         ]
 
     def _wrong_choice(self, spec: ModelSpec) -> list[str]:
-        known = spec.vocab_size if self.shortlist is None else len({*self.shortlist, spec.eos_id})
-        if self.num_beams == 1 or 2 * self.num_beams <= known:
-            return []
-        what = "vocabulary" if self.shortlist is None else "shortlist with EOS"
-        return [f"num_beams must lie in 1…{max(1, known // 2)} (half the {what}), found {self.num_beams}"]
+        reasons = []
+        if self.length_candidates > 1 and not spec.length_log_probs:
+            reasons.append(
+                f"length_candidates must be 1: this model has no length head, found {self.length_candidates}"
+            )
+        if self.num_beams > 1:
+            known = spec.vocab_size if self.shortlist is None else len({*self.shortlist, spec.eos_id})
+            what = "vocabulary" if self.shortlist is None else "shortlist with EOS"
+            if 2 * self.num_beams > known:
+                most = max(1, known // 2)
+                reasons.append(f"num_beams must lie in 1…{most} (half the {what}), found {self.num_beams}")
+        return reasons
 
     def _wrong_together(self) -> list[str]:
         reasons = []
@@ -117,6 +129,12 @@ class DecodeOptions:
             )
         if self.sample and self.num_beams > 1:
             reasons.append(f"num_beams must be 1 with sample, found {self.num_beams}")
+        if not self.sample:
+            reasons += [
+                f"{name} must be {plain} without sample (--sample), found {value}"
+                for name, plain in SAMPLING.items()
+                if (value := getattr(self, name)) != plain
+            ]
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             reasons.append(
                 f"min_new_tokens must lie in 0…{self.max_new_tokens} (max_new_tokens), found {self.min_new_tokens}"
@@ -141,11 +159,12 @@ class DecodeOptions:
 
     def _wrong_in_parallel(self) -> list[str]:
         allowed = ("max_new_tokens", "length_candidates", "timeout_s", "scores")
-        plain = DecodeOptions()
+        given = {one.name: (getattr(self, one.name), one.default) for one in fields(self) if one.name not in allowed}
         return [
-            f"{one.name} has no meaning for a parallel model, which says all tokens at once"
-            for one in fields(self)
-            if one.name not in allowed and getattr(self, one.name) != getattr(plain, one.name)
+            f"{name} has no meaning for a parallel model, which says all tokens at once"
+            for name, (value, plain) in given.items()
+            # An empty list asks for as little as the empty tuple that is the default.
+            if value != plain and (value or plain)
         ]
 
 
@@ -166,12 +185,20 @@ def _is_whole(value: object, low: int = 0) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    return number and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _without_arrays(value: Any) -> Any:
+    """Return ids with lists in the place of arrays, also inside of a list."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, list | tuple) and any(isinstance(one, np.ndarray) for one in value):
+        return [_without_arrays(one) for one in value]
+    return value
 
 
 def _are_ids(value: object, fewest: int = 0) -> bool:
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         return False
     return len(value) >= fewest and all(_is_whole(one) for one in value)
@@ -194,6 +221,10 @@ def _number(said: str, fits: Callable[[float], bool]) -> Range:
     return Range(lambda value: _is_number(value) and fits(value), said)
 
 
+# Those that hold token ids; and what the options of samples say when nothing is asked of them.
+ID_OPTIONS = ("prefix", "suppress_tokens", "forced_tokens", "bad_words", "stop", "shortlist")
+SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
 _IDS = Range(_are_ids, "token ids")
 _FLAG = Range(lambda value: isinstance(value, bool), "True or False")
 
@@ -203,7 +234,7 @@ RANGES: dict[str, Range] = {
     "num_beams": _whole(1),
     "length_penalty": Range(_is_number, "a number"),
     "early_stopping": Range(
-        lambda value: value is True or value is False or value == "never", "True, False or 'never'"
+        lambda value: isinstance(value, bool) or (isinstance(value, str) and value == "never"), "True, False or 'never'"
     ),
     "num_return_sequences": _whole(1),
     "sample": _FLAG,

@@ -11,6 +11,7 @@ from fatdeploy.bundle import DECODER, ENCODER, Bundle
 from fatdeploy.errors import ConfigError, SpecMismatch
 from fatdeploy.runtimes.buffers import Array, BufferPool, Buffers, move_rows, zero_rows
 from fatdeploy.runtimes.engine import Capacity, Floats, Ids, Rows, StepOut, Want, check_want, sources_of_rows
+from fatdeploy.runtimes.ort_bindings import MOST_HELD_BYTES, MOST_SHAPES, Binder, Bound
 from fatdeploy.runtimes.ort_sessions import (
     OrtOptions,
     Provider,
@@ -22,14 +23,7 @@ from fatdeploy.runtimes.ort_sessions import (
 from fatdeploy.runtimes.output_matrix import stored_output_rows
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
-
-@dataclass
-class Bound:
-    """Buffers of one shape of call, and the bindings that use them: two that alternate for recurrent state."""
-
-    tokens: Tokens
-    out: StepOut
-    bindings: list[Any]
+NOTHING = Buffers([])  # what a state has that was given back
 
 
 @dataclass
@@ -38,14 +32,23 @@ class OrtState:
 
     inputs: dict[str, Any]  # what stays the same from step to step, as OrtValues
     sources: dict[str, Array]  # the same as arrays
-    buffers: Buffers  # of all rows that there may be; a step is given the first
+    held: Buffers  # of all rows that there may be; a step is given the first
     capacity: Capacity
     rows: int
     most_rows: int  # that there ever were
-    position: NDArray[np.int64]
     n_steps: int = 0
     bound: dict[tuple[int, Want], Bound] = field(default_factory=dict)
     released: bool = False
+
+    @property
+    def buffers(self) -> list[list[Array]]:
+        """The state: one set of arrays, or two that change places."""
+        return self.held.sets
+
+    @property
+    def position(self) -> NDArray[np.int64]:
+        """How many positions were fed."""
+        return self.held.position
 
 
 class OrtEngine:
@@ -67,45 +70,45 @@ class OrtEngine:
         self.branches = bundle.manifest.dialect == "ort"
         self.pool = BufferPool()
         self._sessions: Sessions | None = opened_sessions(self._ort, bundle, options)
+        self._binder = Binder(self._ort, self.spec, branches=self.branches)
+        self._memory = [one.name for one in self.spec.encoder_outputs()]
+        self._n_sets = 2 if any(one.kind == "recurrent" for one in self.spec.state) else 1
 
     def encode(self, source: Tokens, mask: Mask, capacity: Capacity) -> OrtState:
         """Read the source and return a state with one row a source."""
         self.spec.check_source(source, mask)
         encoder = self._open.encoder
         try:
-            outputs = encoder.run(None, {self.spec.source.name: source, self.spec.source_mask.name: mask})
+            outputs = encoder.run(self._memory, {self.spec.source.name: source, self.spec.source_mask.name: mask})
         except Exception as error:  # onnxruntime's have no base of their own
             raise run_failed(self._bundle, ENCODER, error) from error
-        names = [one.name for one in self.spec.encoder_outputs()]
         sources = {
             self.spec.source.name: source,
             self.spec.source_mask.name: mask,
-            **dict(zip(names, outputs, strict=True)),
+            **dict(zip(self._memory, outputs, strict=True)),
         }
         # In `standard` graphs the capacity is a number of the graph.
         positions = capacity.target_positions if self.branches else self.spec.max_target
         rows = len(source)
         buffers = self._zeros(rows * capacity.rows_per_source, positions)
-        return OrtState(self._values(sources), sources, buffers, capacity, rows, rows, np.zeros((), np.int64))
+        return OrtState(self._binder.values(sources), sources, buffers, capacity, rows, rows)
 
     def step(self, tokens: Tokens, state: OrtState, want: Want) -> StepOut:
         """Feed tokens [R, t]; nothing is copied but them."""
         _check_held(state)
         check_want(self.spec, want)
-        self.spec.check_tokens(tokens, int(state.position), state.capacity.target_positions)
+        position = int(state.position)
+        self.spec.check_tokens(tokens, position, state.capacity.target_positions)
         if len(tokens) != state.rows:
             raise SpecMismatch(f"step refused: {len(tokens)} rows of tokens, the state has {state.rows}")
         key = (tokens.shape[1], want)
-        if key not in state.bound:
-            state.bound[key] = self._bound(state, *key)
-        bound = state.bound[key]
+        bound = state.bound.get(key) or self._bound(state, *key)
         bound.tokens[...] = tokens
-        decoder, binding = self._open.decoder, bound.bindings[state.n_steps % len(bound.bindings)]
         try:
-            decoder.run_with_iobinding(binding)
+            self._open.decoder.run_with_iobinding(bound.bindings[state.n_steps % len(bound.bindings)])
         except Exception as error:
             raise run_failed(self._bundle, DECODER, error) from error
-        state.position += tokens.shape[1]
+        state.position[...] = position + tokens.shape[1]
         state.n_steps += 1
         return bound.out
 
@@ -113,10 +116,12 @@ class OrtEngine:
         """Make new row i continue old row rows[i]; sources without rows leave.
 
         Only rows that another continues are copied, only their written positions, and buffers stay where they are.
+        onnxruntime could be told instead which row holds each position: that is slower (benchmarks/beam_rows.py).
         """
         _check_held(state)
-        if rows.size and not (rows.min() >= 0 and rows.max() < state.rows):
-            raise SpecMismatch(f"reorder refused: the state has rows 0…{state.rows - 1}, found {rows.tolist()}")
+        listed = rows.tolist()
+        if listed and not 0 <= min(listed) <= max(listed) < state.rows:
+            raise SpecMismatch(f"reorder refused: the state has rows 0…{state.rows - 1}, found {listed}")
         batch = len(state.sources[self.spec.source_mask.name])
         kept, each = sources_of_rows(rows, state.rows // batch)
         if each > state.capacity.rows_per_source:
@@ -125,12 +130,12 @@ class OrtEngine:
                 f"rows_per_source = {state.capacity.rows_per_source}"
             )
         move_rows(self.spec.state, state.buffers[state.n_steps % len(state.buffers)], rows, int(state.position))
-        leaving = not np.array_equal(kept, np.arange(batch))
+        leaving = kept.tolist() != list(range(batch))
         if leaving:
             state.sources = {name: np.ascontiguousarray(array[kept]) for name, array in state.sources.items()}
-            state.inputs = self._values(state.sources)
+            state.inputs = self._binder.values(state.sources)
         if leaving or len(rows) != state.rows:
-            state.bound.clear()
+            _set_aside(state)
         state.rows, state.most_rows = len(rows), max(len(rows), state.most_rows)
 
     def length_log_probs(self, state: OrtState) -> Floats:
@@ -150,8 +155,10 @@ class OrtEngine:
         _check_held(state)
         state.released = True
         zero_rows(self.spec.state, state.buffers, state.most_rows, int(state.position))
-        self.pool.give(state.buffers)
-        state.buffers, state.bound = [], {}
+        state.position[...] = 0
+        _set_aside(state)
+        self.pool.give(state.held)
+        state.held = NOTHING
 
     def close(self) -> None:
         """Give the sessions back; a decode that is under way ends with an error."""
@@ -164,66 +171,35 @@ class OrtEngine:
             raise ConfigError("this engine is closed: load the bundle again")
         return self._sessions
 
-    @property
-    def _recurrent(self) -> bool:
-        return any(one.kind == "recurrent" for one in self.spec.state)
-
     def _zeros(self, rows: int, capacity: int) -> Buffers:
         """Return zeroed buffers, used ones where there are any."""
         sizes = {"rows": rows, "capacity": capacity}
         shapes = [one.sized(sizes) for one in self.spec.state]
-        sets = 2 if self._recurrent else 1
-        return self.pool.take(shapes) or [
-            [np.zeros(shape, one.dtype) for shape, one in zip(shapes, self.spec.state, strict=True)]
-            for _ in range(sets)
-        ]
-
-    def _values(self, arrays: dict[str, Array]) -> dict[str, Any]:
-        wanted = {one.name for one in self.spec.decoder_inputs(branches=self.branches)}
-        value = self._ort.OrtValue.ortvalue_from_numpy
-        return {name: value(array) for name, array in arrays.items() if name in wanted}
+        found = self.pool.take(shapes)
+        if found is not None:
+            return found
+        dtypes = [one.dtype for one in self.spec.state]
+        return Buffers([[np.zeros(*one) for one in zip(shapes, dtypes, strict=True)] for _ in range(self._n_sets)])
 
     def _bound(self, state: OrtState, steps: int, want: Want) -> Bound:
         """Return buffers and bindings for calls of ``steps`` tokens that want the same."""
-        sizes = {"rows": state.rows, "step": steps, "source": state.sources[self.spec.source_mask.name].shape[1]}
-        spec = self.spec
-        asked = {Want.HIDDEN: (), Want.LOGITS: (spec.logits,), Want.TOPK: spec.best}[want]
-        wanted = (*spec.hidden, *asked, *spec.attention)
-        results = {one.name: np.empty(one.sized(sizes), one.dtype) for one in wanted}
-        tokens = np.empty((state.rows, steps), np.int64)
-        changing = {self.spec.tokens.name: tokens, self.spec.position.name: state.position}
-        if self.branches:
-            changing[self.spec.want.name] = np.array(int(want))
-        inputs = {**state.inputs, **self._values(changing)}
-        sets = [[array[: state.rows] for array in arrays] for arrays in state.buffers]
-        pairs = [(sets[i], sets[(i + 1) % len(sets)]) for i in range(len(sets))]
-        bindings = [self._binding(inputs, results, past, present) for past, present in pairs]
-        return Bound(tokens, self._step_out(results), bindings)
+        source = state.sources[self.spec.source_mask.name].shape[1]
+        sizes = {"rows": state.rows, "step": steps, "source": source}
+        bound = self._binder.bound(self._open.decoder, state.held, state.inputs, sizes, want)
+        state.bound[steps, want] = bound
+        return bound
 
-    def _step_out(self, results: dict[str, Array]) -> StepOut:
-        spec = self.spec
-        return StepOut(
-            hidden=next((results[one.name] for one in spec.hidden), None),
-            logits=results.get(spec.logits.name),
-            top_log_probs=results.get(spec.best[0].name),
-            top_ids=results.get(spec.best[1].name),
-            attention=next((results[one.name] for one in spec.attention), None),
-        )
 
-    def _binding(
-        self, inputs: dict[str, Any], results: dict[str, Array], past: list[Array], present: list[Array]
-    ) -> Any:
-        value = self._ort.OrtValue.ortvalue_from_numpy
-        binding = self._open.decoder.io_binding()
-        for name, one in inputs.items():
-            binding.bind_ortvalue_input(name, one)
-        for name, array in results.items():
-            binding.bind_ortvalue_output(name, value(array))
-        for spec, array in zip(self.spec.past, past, strict=True):
-            binding.bind_ortvalue_input(spec.name, value(array))
-        for spec, array in zip(self.spec.present, present, strict=True):
-            binding.bind_ortvalue_output(spec.name, value(array))
-        return binding
+def _set_aside(state: OrtState) -> None:
+    """Leave bindings to later calls of their shape, of this decode or of another in the same buffers."""
+    waiting = state.held.bound
+    n_bytes = sum(array.nbytes for array in state.sources.values())
+    for key, bound in state.bound.items():
+        if n_bytes + bound.n_bytes <= MOST_HELD_BYTES:
+            waiting[state.rows, *key] = bound
+    while len(waiting) > MOST_SHAPES:
+        del waiting[next(iter(waiting))]
+    state.bound = {}
 
 
 def _check_held(state: OrtState) -> None:

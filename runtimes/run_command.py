@@ -2,7 +2,9 @@
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, Unpack, cast
@@ -18,7 +20,10 @@ if TYPE_CHECKING:
     # Not at run time: a command's help must not need numpy.
     from click._termui_impl import ProgressBar
 
+    from fatdeploy.runtimes.hypothesis import Finish, Hypothesis
     from fatdeploy.runtimes.model import Model
+
+log = logging.getLogger("fatdeploy")
 
 Item = TypeVar("Item")
 
@@ -80,6 +85,8 @@ def run(
     """
     from fatdeploy.runtimes.model import load
 
+    if stream and (scores or alignments) and not as_json:
+        raise click.UsageError("--stream writes targets alone: --scores and --alignments go with it only in --json")
     engine = cast("EngineArguments", {name: arguments.pop(name) for name in EngineArguments.__annotations__})  # type: ignore[misc]
     options = options_from_arguments(arguments, as_ids=as_ids, scores=scores)
     output = Output(as_json, options.num_return_sequences > 1, scores, alignments)
@@ -88,19 +95,33 @@ def run(
             raise ConfigError(f"{bundle} tells no alignments: export it again with --attention LAYER")
         sources = checked(model, given_sources(texts, as_ids), truncate)
         if stream:
-            for source in sources:
-                output.write_stream(source, model.stream(source, options, truncate=truncate))
-            return
-        numbers = count()
-        # What is typed by hand is answered line by line.
-        size = 1 if not texts and sys.stdin.isatty() else batch_size
-        with progress_bar(len(texts)) as bar:
-            for batch in batches(sources, size):
-                results = model.generate(
-                    batch, options, truncate=truncate, batch_tokens=batch_tokens, progress=bar.update
+            finishes = Counter(
+                output.write_stream(source, model.stream(source, options, truncate=truncate)) for source in sources
+            )
+        else:
+            # What is typed by hand is answered line by line.
+            size = 1 if not texts and sys.stdin.isatty() else batch_size
+            with progress_bar(len(texts)) as bar:
+                decoded = partial(
+                    model.generate, options=options, truncate=truncate, batch_tokens=batch_tokens, progress=bar.update
                 )
-                for source, found in zip(batch, results, strict=True):
-                    click.echo("\n".join(output.lines(next(numbers), source, found)))
+                finishes = Counter(write_batches(batches(sources, size), decoded, output))
+    if finishes["cancelled"]:
+        log.warning(
+            "%d of %d targets are not complete: --timeout %g was over",
+            *(finishes["cancelled"], finishes.total(), options.timeout_s),
+        )
+
+
+def write_batches(
+    given: "Iterable[list[Given]]", decoded: "Callable[[list[Given]], list[Hypothesis]]", output: Output
+) -> "Iterator[Finish]":
+    """Write the results of each batch as soon as they are there; yield what ended each target."""
+    numbers = count()
+    for batch in given:
+        for source, found in zip(batch, decoded(batch), strict=True):
+            click.echo("\n".join(output.lines(next(numbers), source, found)))
+            yield from (one.finish for one in (found, *found.alternatives))
 
 
 def given_sources(texts: tuple[str, ...], as_ids: bool) -> Iterator[tuple[str, Given]]:

@@ -50,7 +50,9 @@ OPTIONS = (
     click.option(
         "--max-new-tokens", type=click.IntRange(1), help="Most tokens a target; the model's limit unless said."
     ),
-    click.option("--min-new-tokens", type=WHOLE, default=0, help="Fewest tokens a target, EOS not counted."),
+    click.option(
+        "--min-new-tokens", type=WHOLE, default=0, show_default=True, help="Fewest tokens a target, EOS not counted."
+    ),
     click.option(
         *("--beams", "--num-beams", "num_beams"),
         type=click.IntRange(1),
@@ -79,7 +81,7 @@ OPTIONS = (
     click.option(
         "--temperature", type=POSITIVE, default=1.0, show_default=True, help="Below 1 samples are more likely ones."
     ),
-    click.option("--top-k", type=WHOLE, default=0, help="Draw among so many best tokens; 0 is all."),
+    click.option("--top-k", type=WHOLE, default=0, show_default=True, help="Draw among so many best tokens; 0 is all."),
     click.option(
         "--top-p",
         type=click.FloatRange(0, 1, min_open=True),
@@ -91,16 +93,24 @@ OPTIONS = (
         "--min-p",
         type=click.FloatRange(0, 1, max_open=True),
         default=0.0,
+        show_default=True,
         help="Draw among tokens with at least this part of the best one's probability.",
     ),
     click.option("--seed", type=WHOLE, default=0, show_default=True, help="Of the samples."),
     click.option("--prefix", default="", metavar="TEXT", help="What every target begins with; token ids with --ids."),
-    click.option("--repetition-penalty", type=POSITIVE, default=1.0, help="Above 1 makes what was said less likely."),
+    click.option(
+        "--repetition-penalty",
+        type=POSITIVE,
+        default=1.0,
+        show_default=True,
+        help="Above 1 makes what was said less likely.",
+    ),
     click.option(
         "--no-repeat-ngram",
         "no_repeat_ngram_size",
         type=WHOLE,
         default=0,
+        show_default=True,
         metavar="N",
         help="Say no N tokens in a row twice.",
     ),
@@ -130,9 +140,15 @@ OPTIONS = (
         "--length-candidates",
         type=click.IntRange(1),
         default=1,
+        show_default=True,
         help="Lengths to try, of parallel models with a length head.",
     ),
-    click.option("--timeout", "timeout_s", type=POSITIVE, metavar="SECONDS", help="Give up what takes longer."),
+    click.option(
+        *("--timeout", "timeout_s"),
+        type=POSITIVE,
+        metavar="SECONDS",
+        help="Give up what is not complete by then: of each --batch-size sources, or of each one with --stream.",
+    ),
 )
 
 

@@ -9,10 +9,13 @@ import click
 
 if TYPE_CHECKING:
     # Not at run time: a command's help must not need numpy.
-    from fatdeploy.runtimes.hypothesis import Hypothesis
-    from fatdeploy.runtimes.streaming import Stream
+    from fatdeploy.runtimes.hypothesis import Finish, Hypothesis
+    from fatdeploy.runtimes.streaming import Event, Stream
 
 Given = str | list[int]
+
+# All that ends a line, a character at a time: the pieces of a stream are then the line that is written without it.
+IN_ONE_LINE = str.maketrans(dict.fromkeys("\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029", " "))
 
 
 @dataclass(frozen=True)
@@ -44,26 +47,28 @@ class Output:
             values["alternatives"] = [self.values(one) for one in found.alternatives]
         return values
 
-    def write_stream(self, source: Given, stream: "Stream") -> None:
-        """Write a target while it is decoded."""
-        first = True
+    def write_stream(self, source: Given, stream: "Stream") -> "Finish":
+        """Write a target while it is decoded; return what ended it."""
+        finish: Finish = "cancelled"
+        any_written = False
         for event in stream:
+            if event.hypothesis is not None:
+                finish = event.hypothesis.finish
             if self.as_json:
-                values: dict[str, Any] = {"source": source, "tokens": event.tokens, "text": event.text}
-                if event.hypothesis is not None:
-                    values["result"] = self.values(event.hypothesis)
-                click.echo(json.dumps(values, ensure_ascii=False))
+                click.echo(json.dumps({"source": source, **self.event_values(event)}, ensure_ascii=False))
                 continue
-            piece = event.text
-            if piece is None:
-                piece = "".join(
-                    f"{'' if first and not index else ' '}{token}" for index, token in enumerate(event.tokens)
-                )
-            first = first and not piece
-            # In one line, as without --stream.
-            click.echo(" ".join(piece.split("\n")), nl=False)
+            piece = " ".join(map(str, event.tokens)) if event.text is None else event.text.translate(IN_ONE_LINE)
+            between = " " if event.text is None and piece and any_written else ""
+            click.echo(between + piece, nl=False)
+            any_written = any_written or bool(piece)
         if not self.as_json:
             click.echo()
+        return finish
+
+    def event_values(self, event: "Event") -> dict[str, Any]:
+        """Return what an event tells as JSON values."""
+        values: dict[str, Any] = {"tokens": event.tokens, "text": event.text}
+        return values if event.hypothesis is None else {**values, "result": self.values(event.hypothesis)}
 
     def _columns(self, number: int, found: "Hypothesis") -> Iterator[str]:
         if self.n_best:
@@ -77,7 +82,7 @@ class Output:
 
 def plain_text(found: "Hypothesis") -> str:
     """Return a target in one line: its text, or the ids where there is none."""
-    return " ".join(map(str, found.tokens)) if found.text is None else " ".join(found.text.splitlines())
+    return " ".join(map(str, found.tokens)) if found.text is None else found.text.translate(IN_ONE_LINE)
 
 
 def pairs(found: "Hypothesis") -> str:

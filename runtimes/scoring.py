@@ -113,7 +113,15 @@ def multiply(rows: Floats, matrix: Floats, out: Floats) -> None:
         np.matmul(rows, matrix[:, part], out=out[:, part])
 
 
+def check_numbers(scores: Floats) -> None:
+    """Raise if some of the scores are no numbers."""
+    if np.isnan(scores).any():
+        raise SpecMismatch("the engine's scores are not numbers: fatdeploy verify finds where it begins")
+
+
 def check_something_is_left(best: Floats, length: int) -> None:
-    """Raise if the controls forbid every token."""
-    if not np.isfinite(best).all():
-        raise ConfigError(f"the controls (bad_words, shortlist, processors …) leave no token to say after {length}")
+    """Raise if the controls forbid every token, or the best is no number."""
+    if np.isfinite(best).all():
+        return
+    check_numbers(best)
+    raise ConfigError(f"the controls (bad_words, shortlist, processors …) leave no token to say after {length}")

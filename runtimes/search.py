@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -59,7 +60,7 @@ class Task:
     limit: int
     stops: Stops
 
-    @property
+    @cached_property
     def prompt(self) -> tuple[int, ...]:
         """What every target reads first."""
         return (self.spec.bos_id, *self.options.prefix_ids)
@@ -81,11 +82,13 @@ class RowSearch:
         self.sampler = Sampler(options, task.sources) if options.sample else None
         self.tokens = np.full((n_rows, len(task.prompt) + task.limit), task.spec.pad_id, np.int64)
         self.tokens[:, : len(task.prompt)] = task.prompt
+        self._read: Tokens | None = None  # those of the rows that are left, for controls
         self.length = 0  # new tokens
-        self.kept = np.zeros(n_rows, np.int64)  # new tokens that count of a finished row
+        self.kept = [0] * n_rows  # new tokens that count of a finished row
         self.finishes: list[Finish] = ["cancelled"] * n_rows
         self.rows = np.arange(n_rows)  # what each row of the engine writes
         self.going = np.ones(n_rows, bool)  # the same, whether it still does
+        self.n_going = n_rows
         self.log_probs = np.zeros((n_rows, task.limit), np.float32) if options.scores else None
         self.alignments: Floats | None = None
 
@@ -96,21 +99,23 @@ class RowSearch:
 
     def start(self) -> Move:
         """Return BOS and the prefix, one row a source."""
-        return Move(np.tile(np.array(self.task.prompt, np.int64), (len(self.task.sources), 1)))
+        return Move(self.tokens[:: self.each, : len(self.task.prompt)].copy())
 
     def advance(self, out: StepOut) -> Move | None:
         """Choose a token for each row; sources that are finished leave when it pays."""
         scores = self._scores(out)
-        columns = scores.argmax(-1) if self.sampler is None else self._drawn(scores)
-        if self.scorer.processors:
+        columns = scores.argmax(-1)
+        # Of scores that are no numbers the arg-max is the first, which is hardly ever EOS: such a row meets the limit.
+        if self.scorer.processors or self.sampler is not None or self.length + 1 == self.task.limit:
             # Of a finished row controls may leave nothing: nobody asks it.
             check_something_is_left(scores[np.arange(len(scores)), columns][self.going], self.length)
+        if self.sampler is not None:
+            columns = self._drawn(scores, self.sampler)
         chosen = columns if self.scorer.ids is None else self.scorer.ids[columns]
         self._write(chosen, scores, columns, out.attention)
+        n_before = self.n_going
         self._finish(chosen)
-        if not self.going.any():
-            return None
-        return self._move(chosen)
+        return self._move(chosen, ended=self.n_going < n_before) if self.n_going else None
 
     def said(self, source: int) -> tuple[int, ...]:
         """Return what a source's first row says so far."""
@@ -132,14 +137,22 @@ class RowSearch:
         if self.length == 0:
             # One row a source so far, whatever number of samples there will be.
             return self.tokens[:: self.each, : self._place]
-        everything = len(self.rows) == len(self.tokens)
-        return self.tokens[:, : self._place] if everything else self.tokens[self.rows, : self._place]
+        if self._all_are_left:
+            return self.tokens[:, : self._place]
+        if self._read is None:
+            self._read = np.empty_like(self.tokens)
+        # Rows are within range; told to check it, numpy would make a copy of its own first.
+        np.take(self.tokens, self.rows, 0, out=self._read[: len(self.rows)], mode="clip")
+        return self._read[: len(self.rows), : self._place]
 
-    def _drawn(self, scores: Floats) -> NDArray[np.int64]:
+    @property
+    def _all_are_left(self) -> bool:
+        return len(self.rows) == len(self.tokens)
+
+    def _drawn(self, scores: Floats, sampler: Sampler) -> NDArray[np.int64]:
         columns = np.zeros(len(scores), np.int64)
-        if self.sampler is not None:
-            for row in np.flatnonzero(self.going).tolist():
-                columns[row] = self.sampler.column(scores[row], int(self.rows[row]))
+        for row in np.flatnonzero(self.going).tolist():
+            columns[row] = sampler.column(scores[row], int(self.rows[row]))
         return columns
 
     @property
@@ -149,7 +162,8 @@ class RowSearch:
 
     def _write(self, chosen: Tokens, scores: Floats, columns: NDArray[np.int64], attention: Floats | None) -> None:
         """Record what was chosen; what finished rows say is never looked at."""
-        self.tokens[self.rows, self._place] = chosen
+        # A slice costs a third of the list of all rows.
+        self.tokens[slice(None) if self._all_are_left else self.rows, self._place] = chosen
         if self.log_probs is not None:
             self.log_probs[self.rows, self.length] = self.scorer.log_probs_of(scores, columns)
         if attention is not None:
@@ -160,31 +174,37 @@ class RowSearch:
         self.length += 1
 
     def _finish(self, chosen: Tokens) -> None:
-        ended = chosen == self.task.spec.eos_id
-        if ended.any():
-            self._end(np.flatnonzero(ended & self.going), "eos", self.length - 1)
+        eos_id = self.task.spec.eos_id
+        # Of the few that there are a list is asked sooner than an array.
+        if eos_id in chosen.tolist():
+            self._end(np.flatnonzero((chosen == eos_id) & self.going), "eos", self.length - 1)
         if self.task.stops:
             self._stop()
         if self.length == self.task.limit:
             self._end(np.flatnonzero(self.going), "length", self.length)
 
     def _stop(self) -> None:
-        prefix = len(self.task.prompt) - 1
+        stops = self.task.stops
+        begin = 1 if stops.reach is None else max(1, self._place - stops.reach)
         for row in np.flatnonzero(self.going).tolist():
-            kept = self.task.stops.kept(self.tokens[self.rows[row], 1 : self._place].tolist())
-            if kept is not None:
-                self._end(np.array([row]), "stop", max(0, kept - prefix))
+            cut = stops.cut(self.tokens[self.rows[row], begin : self._place].tolist())
+            if cut is not None:
+                self._end(np.array([row]), "stop", max(0, self.length - cut))
 
     def _end(self, rows: Rows, finish: Finish, kept: int) -> None:
         self.going[rows] = False
+        self.n_going -= len(rows)
         for row in self.rows[rows].tolist():
             self.finishes[row], self.kept[row] = finish, kept
 
-    def _move(self, chosen: Tokens) -> Move:
-        if not self.going.all():
+    def _move(self, chosen: Tokens, *, ended: bool) -> Move:
+        """Return what the rows read next; only where a row has just ended there may be sources that leave."""
+        if self.n_going < len(self.rows):
             chosen[~self.going] = self.task.spec.pad_id
         n_sources = len(self.rows) // self.each
         parents = np.repeat(np.arange(n_sources), self.each) if self.length == 1 and self.each > 1 else None
+        if not ended:
+            return Move(chosen[:, None], parents)
         alive: NDArray[np.bool_] = np.logical_or.reduce(self.going.reshape(n_sources, self.each), 1)
         if stays(alive):
             return Move(chosen[:, None], parents)
@@ -197,7 +217,7 @@ class RowSearch:
 
     def _said(self, row: int) -> Said:
         finish = self.finishes[row]
-        kept = self.length if finish == "cancelled" else int(self.kept[row])
+        kept = self.length if finish == "cancelled" else self.kept[row]
         begin = len(self.task.prompt)
         counted = kept + (finish == "eos")
         each = None if self.log_probs is None else self.log_probs[row]

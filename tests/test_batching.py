@@ -170,6 +170,27 @@ def test_everything_is_checked_before_anything_is_decoded(
         loaded("transformer-tiny").generate(sources, options, batch_tokens=1, progress=pytest.fail)
 
 
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"options": {"num_beams": 2}}, "options must be DecodeOptions, found {'num_beams': 2}"),
+        ({"truncate": "no"}, "truncate must be True or False, found 'no'"),
+        (
+            {"progress": 3, "batch_tokens": 0},
+            "batch_tokens must be .*; progress must be a function of a number, found 3",
+        ),
+    ],
+    ids=str,
+)
+def test_an_argument_that_is_something_else_is_refused_before_anything_is_decoded(values: dict, reason: str) -> None:
+    model = loaded("transformer-tiny")
+    with pytest.raises(ConfigError, match=f"^call refused: {reason}$"):
+        model.generate([[7]], **values)
+    if not values.keys() & {"progress"}:
+        with pytest.raises(ConfigError, match=f"^call refused: {reason}$"):
+            model.stream([7], **values)
+
+
 @pytest.mark.parametrize("value", [0, -5, 2.5, True, "8192"])
 def test_a_budget_that_is_no_count_is_refused(value: int) -> None:
     with pytest.raises(ConfigError, match="batch_tokens must be a whole number from 1 up, found"):

@@ -72,6 +72,7 @@ def test_sources_are_padded_on_the_right() -> None:
         ([[0.5]], "source 0: ids must be integers, found float64"),
         ([[True]], "source 0: ids must be integers, found bool"),
         ([["a"]], "source 0: ids must be integers, found <U1"),
+        ([[5], [[5], [6, 7]]], "source 1: ids must be integers, found object"),
         ([[[5]]], r"source 0: expected one axis of ids, found shape \(1, 1\)"),
         ([[], [11]], "source 0: is empty; source 1: ids must lie"),
     ],

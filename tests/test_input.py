@@ -51,6 +51,8 @@ def test_a_source_that_does_not_fit_is_refused(
         (np.full((2, 0), 1), "tokens is empty"),
         (np.full((2, 1), 64), "tokens ids must lie in 0…63, found 64"),
         (np.full((2, 1), -1), "tokens ids must lie in 0…63, found -1"),
+        (np.array([[1]] * 40 + [[64]]), "tokens ids must lie in 0…63, found 64"),
+        (np.array([[-1]] + [[1]] * 40), "tokens ids must lie in 0…63, found -1"),
         (np.full((2, 1), 1, np.int32), "tokens must be int64, found int32"),
         (np.full(2, 1), "tokens must have two axes"),
         (np.full((2, 4), 1), "a step to position 4 is past max_target = 3"),

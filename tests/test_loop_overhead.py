@@ -1,6 +1,7 @@
 """The decode loop over an engine that costs nothing: what its steps allocate, and how that is judged. No time is."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -9,10 +10,12 @@ import numpy as np
 import pytest
 
 from benchmarks import loop_overhead
-from benchmarks.loop_turns import BEAMS, CHECKS, CaseName, CostlessEngine, Sizes, Turn, overhead
+from benchmarks.loop_turns import BEAMS, CHECKS, CaseName, CostlessEngine, Sizes, Turn, allocated, overhead
 from benchmarks.readme import loop_table
+from fatdeploy.runtimes.engine import StepOut, Want
 from fatdeploy.runtimes.hypothesis import Hypothesis
-from fatdeploy.spec import ModelSpec
+from fatdeploy.runtimes.options import DecodeOptions
+from fatdeploy.spec import ModelSpec, Tokens
 
 SIZES = Sizes(steps=320, repetitions=1, positions=(20, 300))
 
@@ -25,6 +28,33 @@ def test_a_step_allocates_nothing_that_grows_with_the_vocabulary_or_the_position
     rows = [loop_overhead.row_of(turn, rounds) for turn, rounds in found.items()]
     growth = loop_overhead.growth_of(plan, rows, case, 1)
     assert not growth["grows"], growth
+
+
+class LeavingEngine(CostlessEngine):
+    """Ends all targets but the first at once, so that their rows leave."""
+
+    def __init__(self, batch: int, spec: ModelSpec) -> None:
+        super().__init__(batch, 1, spec)
+        ending = self.log_probs.copy()
+        ending[1:, :, spec.eos_id] = 1
+        self.outs = {batch: StepOut(logits=ending), 1: StepOut(logits=self.log_probs[:1].copy())}
+
+    def step(self, tokens: Tokens, state: None, want: Want) -> StepOut:
+        return self.outs[len(tokens)]
+
+
+@pytest.mark.parametrize("beams", [1, BEAMS, "rows leave"])
+def test_stops_and_controls_allocate_nothing_that_grows_with_the_position(beams: int | str) -> None:
+    steps = SIZES.steps
+    spec = ModelSpec(vocab_size=1_000, max_source=8, max_target=steps, pad_id=0, bos_id=1, eos_id=2)
+    options = DecodeOptions(max_new_tokens=steps, stop=[(5, 6, 7), (9,)], repetition_penalty=1.2)
+    if isinstance(beams, int):
+        options = replace(options, num_beams=beams)
+        found = allocated(CostlessEngine(1, beams, spec), 1, options, SIZES.positions)
+    else:
+        found = allocated(LeavingEngine(8, spec), 8, options, SIZES.positions)
+    # Half of what one more copy of the tokens so far would take.
+    assert found["position_300"] - found["position_20"] < 8 * 280 / 2, found
 
 
 def test_an_array_of_the_vocabulary_or_of_what_was_said_is_growth() -> None:

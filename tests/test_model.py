@@ -136,8 +136,12 @@ def test_what_is_no_list_of_sources_is_refused(text_bundle: Bundle) -> None:
     model = fatdeploy.load(text_bundle.path)
     with pytest.raises(ConfigError, match=r"takes a list of sources, found one text: pass \[text\]"):
         model.generate("w5 w6")
+    with pytest.raises(ConfigError, match=r"takes a list of sources, found 5$"):
+        model.generate(5)  # type: ignore[arg-type]
     with pytest.raises(SpecMismatch, match="source 0: expected one axis of ids"):
         model.generate([5, 6])  # type: ignore[list-item]
+    with pytest.raises(SpecMismatch, match="source 1: ids must be integers, found object"):
+        model.generate([[5], [[5], [6, 7]]])  # type: ignore[list-item]
     with pytest.raises(SpecMismatch, match="no source given"):
         model.generate([])
     with pytest.raises(SpecMismatch, match="source 1: is empty"):

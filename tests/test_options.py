@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 
+import numpy as np
 import pytest
 
 from fatdeploy.errors import ConfigError
@@ -18,8 +19,8 @@ WHOLE = "must be a whole number from"
         *(("max_new_tokens", value, f"{WHOLE} 1 up") for value in (0, -1, 2.5, True, "3")),
         *(("min_new_tokens", value, f"{WHOLE} 0 up") for value in (-1, None)),
         *(("num_beams", value, f"{WHOLE} 1 up") for value in (0, 1.0, None)),
-        *(("length_penalty", value, "must be a number") for value in (None, "1", float("nan"), float("inf"))),
-        *(("early_stopping", value, "must be True, False or 'never'") for value in (None, "always", 1, 0)),
+        *(("length_penalty", value, "must be a number") for value in (None, "1", 1j, np.inf, np.float32("nan"))),
+        *(("early_stopping", value, "must be True, False or 'never'") for value in (None, "always", 1, 0, np.ones(2))),
         *(("num_return_sequences", value, f"{WHOLE} 1 up") for value in (0, True)),
         ("sample", 1, "must be True or False"),
         *(("temperature", value, "must be a number above 0") for value in (0, -1.0, float("nan"))),
@@ -27,7 +28,10 @@ WHOLE = "must be a whole number from"
         *(("top_p", value, "must be a number above 0, at most 1") for value in (0, 1.1)),
         *(("min_p", value, "must be a number from 0, below 1") for value in (-0.1, 1)),
         ("seed", -1, f"{WHOLE} 0 up"),
-        *(("prefix", value, "must be token ids or text") for value in ([1.5], 3, [-1])),
+        *(
+            ("prefix", value, "must be token ids or text")
+            for value in ([1.5], 3, [-1], np.ones(2), np.ones((1, 2), int))
+        ),
         ("repetition_penalty", 0, "must be a number above 0"),
         ("no_repeat_ngram_size", -1, f"{WHOLE} 0 up"),
         ("suppress_tokens", "ab", "must be token ids"),
@@ -62,6 +66,9 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         ({"num_return_sequences": 2}, r"num_return_sequences must lie in 1…1 \(num_beams\), found 2"),
         ({"num_beams": 3, "num_return_sequences": 4}, r"num_return_sequences must lie in 1…3 \(num_beams\), found 4"),
         ({"sample": True, "num_beams": 2}, "num_beams must be 1 with sample, found 2"),
+        ({"temperature": 0.5}, r"temperature must be 1.0 without sample \(--sample\), found 0.5"),
+        ({"top_k": 4, "min_p": 0.1}, "top_k must be 0 without sample.*; min_p must be 0.0 without sample.* found 0.1"),
+        ({"top_p": 0.9, "num_beams": 2}, "top_p must be 1.0 without sample"),
         ({"max_new_tokens": 3, "min_new_tokens": 4}, r"min_new_tokens must lie in 0…3 \(max_new_tokens\), found 4"),
     ],
     ids=str,
@@ -83,6 +90,7 @@ def test_values_that_do_not_go_together_are_refused(values: dict, reason: str) -
         ({"prefix": [3] * 32}, r"prefix must have 0…31 tokens \(below max_target\), found 32"),
         ({"prefix": "text"}, "prefix refused: text needs a tokenizer"),
         ({"stop": ["text"]}, "stop refused: text needs a tokenizer"),
+        ({"length_candidates": 2}, "length_candidates must be 1: this model has no length head, found 2"),
         ({"num_beams": 13}, r"num_beams must lie in 1…12 \(half the vocabulary\), found 13"),
         ({"num_beams": 2, "shortlist": [5, 6]}, r"num_beams must lie in 1…1 \(half the shortlist with EOS\), found 2"),
         *(
@@ -110,3 +118,35 @@ def test_a_parallel_model_refuses_what_needs_one_token_after_another() -> None:
     spec = type(WORDS)(**{**WORDS.__dict__, "decoding": "parallel", "length": "eos"})
     with pytest.raises(ConfigError, match=r"num_beams has no meaning for a parallel model.*; stop has no"):
         decode(TableEngine(spec=spec), [[5]], DecodeOptions(num_beams=2, stop=[[3]]))
+
+
+def test_what_asks_a_parallel_model_for_nothing_is_not_refused() -> None:
+    spec = type(WORDS)(**{**WORDS.__dict__, "decoding": "parallel", "length": "eos"})
+    nothing = {key: [] for key in ("prefix", "suppress_tokens", "forced_tokens", "bad_words", "stop", "processors")}
+    assert DecodeOptions(**nothing).limit(spec) == 32
+    with pytest.raises(ConfigError, match=r"^decode options refused: length_penalty has no meaning[^;]*$"):
+        DecodeOptions(**nothing, length_penalty=0.0).limit(spec)
+
+
+def test_arrays_of_ids_are_as_good_as_lists() -> None:
+    lists = {
+        "prefix": [9, 8],
+        "suppress_tokens": [3, 4],
+        "forced_tokens": [[0, 7], [2, 5]],
+        "bad_words": [[3, 4], [5]],
+        "stop": [[7, 7], [6, 5, 4]],
+        "shortlist": list(range(3, 20)),
+    }
+    arrays = {**lists, **{name: np.array(lists[name]) for name in ("prefix", "suppress_tokens", "forced_tokens")}}
+    arrays |= {name: [np.array(one, np.int32) for one in lists[name]] for name in ("bad_words", "stop")}
+    arrays["shortlist"] = np.array(lists["shortlist"], np.int16)
+    assert DecodeOptions(**arrays) == DecodeOptions(**lists)
+    assert decode(TableEngine(), [[5], [6]], DecodeOptions(**arrays)) == decode(
+        TableEngine(), [[5], [6]], DecodeOptions(**lists)
+    )
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    given = DecodeOptions(sample=True, temperature=np.float32(0.5), top_k=np.int64(4), timeout_s=np.float64(30))
+    plain = DecodeOptions(sample=True, temperature=0.5, top_k=4, timeout_s=30)
+    assert decode(TableEngine(), [[5]], given) == decode(TableEngine(), [[5]], plain)

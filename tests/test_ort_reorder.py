@@ -92,29 +92,29 @@ def test_all_that_was_written_is_zeroed_on_release_also_in_rows_that_left(preset
 
 
 @pytest.mark.parametrize("preset", ["transformer-tiny", "fat-tiny"])
-def test_bindings_are_made_anew_only_when_rows_become_more_or_fewer_or_sources_change(preset: str) -> None:
+def test_results_are_bound_anew_only_when_rows_become_more_or_fewer_or_sources_change(preset: str) -> None:
     engine = OrtEngine(bundle_of(preset))
     state = engine.encode(SOURCE, MASK, Capacity(2, 8))
 
     made: list[Bound] = []  # kept alive, or a new one might have the place of an old one
 
-    def bindings_after(rows: list[int]) -> list[int]:
+    def bound_after(rows: list[int]) -> list[int]:
         engine.reorder(state, np.array(rows))
         engine.step(np.full((len(rows), 1), 7), state, Want.LOGITS)
         made.extend(state.bound.values())
-        return [id(binding) for bound in state.bound.values() for binding in bound.bindings]
+        return [id(bound) for bound in state.bound.values()]
 
-    grown = bindings_after([0, 0, 1, 1, 2, 2])
-    assert bindings_after([1, 0, 3, 3, 4, 5]) == grown
-    assert bindings_after([0, 1, 2, 3, 4, 5]) == grown
-    fewer = bindings_after([2, 3, 4, 5])
+    grown = bound_after([0, 0, 1, 1, 2, 2])
+    assert bound_after([1, 0, 3, 3, 4, 5]) == grown
+    assert bound_after([0, 1, 2, 3, 4, 5]) == grown
+    fewer = bound_after([2, 3, 4, 5])
     assert not set(fewer) & set(grown)
-    swapped = bindings_after([2, 3, 0, 1])
+    swapped = bound_after([2, 3, 0, 1])
     assert not set(swapped) & set(fewer)
-    one_each = bindings_after([1, 2])
+    one_each = bound_after([1, 2])
     assert not set(one_each) & set(swapped)
     # As many rows as before, but all of one source.
-    assert not set(bindings_after([1, 1])) & set(one_each)
+    assert not set(bound_after([1, 1])) & set(one_each)
 
 
 def test_more_rows_than_the_state_was_encoded_for_are_refused_and_it_stays_as_it_was() -> None:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from fatdeploy.errors import ConfigError, SpecMismatch
-from fatdeploy.runtimes.buffers import MOST_WAITING, BufferPool
+from fatdeploy.runtimes import ort
+from fatdeploy.runtimes.buffers import MOST_WAITING, BufferPool, Buffers
 from fatdeploy.runtimes.decode import decode
 from fatdeploy.runtimes.engine import Capacity, Want
 from fatdeploy.runtimes.options import DecodeOptions
@@ -71,6 +72,59 @@ def test_numbers_that_are_none_do_not_reach_the_next_decode(preset: str, dialect
     assert places(engine.encode(SOURCE, MASK, Capacity(1, 8))) == used
 
 
+def bindings(state: OrtState) -> list[int]:
+    return [id(binding) for bound in state.bound.values() for binding in bound.bindings]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_bindings_are_used_again_with_the_sources_and_results_of_another_decode(preset: str) -> None:
+    engine, fresh = OrtEngine(bundle_of(preset)), OrtEngine(bundle_of(preset))
+    first = engine.encode(SOURCE, MASK, Capacity(2, 8))
+    fed(engine, first)
+    used = bindings(first)
+    engine.reorder(first, np.array([0, 0, 1, 1]))
+    engine.step(np.full((4, 1), 7), first, Want.LOGITS)
+    grown = bindings(first)
+    engine.release(first)
+    # Longer sources, one of them padded: of what was bound only the state, which has the same shape, stays.
+    source, mask = np.array([[9, 8, 7, 6, 5], [4, 5, 0, 0, 0]]), np.arange(5) < np.array([[5], [2]])
+    states = [one.encode(source, mask, Capacity(2, 8)) for one in (engine, fresh)]
+    found, expected = (fed(one, state) for one, state in zip((engine, fresh), states, strict=True))
+    np.testing.assert_array_equal(found, expected)
+    assert bindings(states[0]) == used
+    for one, state in zip((engine, fresh), states, strict=True):
+        one.reorder(state, np.array([0, 0, 1, 1]))
+    found, expected = (
+        np.array(one.step(np.full((4, 1), 7), state, Want.LOGITS).logits)
+        for one, state in zip((engine, fresh), states, strict=True)
+    )
+    np.testing.assert_array_equal(found, expected)
+    assert bindings(states[0]) == grown
+    assert not {*grown} & {*used}
+
+
+def test_bindings_of_large_sources_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = OrtEngine(bundle_of("transformer-tiny"))
+    for most, kept in ((2**18, 1), (1800, 0)):
+        monkeypatch.setattr(ort, "MOST_HELD_BYTES", most)
+        state = engine.encode(SOURCE, MASK, Capacity(1, 8))
+        fed(engine, state)
+        held = state.held
+        engine.release(state)
+        assert len(held.bound) == kept
+        held.bound.clear()
+
+
+def test_bindings_of_a_few_shapes_wait_the_oldest_go_first() -> None:
+    engine = OrtEngine(bundle_of("transformer-tiny"))
+    for steps in (1, 2, 3, 4, 1, 5, 6):
+        state = engine.encode(SOURCE, MASK, Capacity(1, 8))
+        engine.step(np.full((2, steps), 7), state, Want.LOGITS)
+        held = state.held
+        engine.release(state)
+    assert list(held.bound) == [(2, steps, Want.LOGITS) for steps in (4, 1, 5, 6)]
+
+
 def test_a_result_that_somebody_kept_is_not_written_over_after_the_release() -> None:
     engine = OrtEngine(bundle_of("transformer-tiny"))
     state = engine.encode(SOURCE, MASK, Capacity(1, 8))
@@ -113,42 +167,42 @@ def test_a_state_that_was_reordered_goes_back_with_all_rows_that_it_might_have_h
 def test_few_buffers_wait_and_the_oldest_go_first() -> None:
     pool = BufferPool()
     for rows in range(1, MOST_WAITING + 3):
-        pool.give([[np.zeros((rows, 2))]])
+        pool.give(Buffers([[np.zeros((rows, 2))]]))
     assert len(pool) == MOST_WAITING == 4
     assert pool.take([(1, 2)]) is None
     assert pool.take([(2, 2)]) is None
     newest = pool.take([(6, 2)])
     assert newest is not None
-    assert newest[0][0].shape == (6, 2)
+    assert newest.sets[0][0].shape == (6, 2)
     assert pool.take([(6, 2)]) is None
 
 
 def test_the_garbage_collector_may_give_buffers_back_while_its_thread_takes_some() -> None:
     pool = BufferPool()
-    pool.give([[np.zeros((1, 2))]])
+    pool.give(Buffers([[np.zeros((1, 2))]]))
 
     class Collected(np.ndarray):
         """Whoever looks at its shape sets off what a collection would: a dropped stream's buffers come back."""
 
         @property
         def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-            pool.give([[np.zeros((3, 2))]])
+            pool.give(Buffers([[np.zeros((3, 2))]]))
             return (9, 9)
 
-    pool.give([[np.zeros((2, 2)).view(Collected)]])
+    pool.give(Buffers([[np.zeros((2, 2)).view(Collected)]]))
     found = pool.take([(1, 2)])
     assert found is not None
-    assert found[0][0].shape == (1, 2)
+    assert found.sets[0][0].shape == (1, 2)
     assert pool.take([(3, 2)]) is not None
 
 
 def test_buffers_of_other_shapes_stay_in_their_order() -> None:
     pool = BufferPool()
     for rows in (1, 2, 3, 4):
-        pool.give([[np.zeros((rows, 2))]])
+        pool.give(Buffers([[np.zeros((rows, 2))]]))
     assert pool.take([(2, 2)]) is not None
-    pool.give([[np.zeros((5, 2))]])
-    pool.give([[np.zeros((6, 2))]])
+    pool.give(Buffers([[np.zeros((5, 2))]]))
+    pool.give(Buffers([[np.zeros((6, 2))]]))
     assert pool.take([(1, 2)]) is None
     assert all(pool.take([(rows, 2)]) is not None for rows in (3, 4, 5, 6))
 

@@ -1,8 +1,10 @@
 """Options of ``fatdeploy run`` that say how to decode and what to write."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -14,6 +16,9 @@ from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.runtimes.decode import decode
 from fatdeploy.runtimes.hypothesis import Hypothesis
 from fatdeploy.runtimes.options import DecodeOptions
+from fatdeploy.runtimes.run_options import DecodeArguments
+from fatdeploy.runtimes.run_output import Output
+from fatdeploy.runtimes.streaming import Event
 from tests.bundles import bundle_of, model_of, shared_bundle
 from tests.texts import bundle_with_text, words
 
@@ -47,6 +52,7 @@ def expected(**values: object) -> list[Hypothesis]:
             {"num_beams": 3, "length_penalty": 0.4, "early_stopping": "never"},
         ),
         ("--beams 2 --early-stopping yes", {"num_beams": 2, "early_stopping": True}),
+        ("--min-new-tokens 9 --suppress 2 --beams 2", {"min_new_tokens": 9, "suppress_tokens": [2], "num_beams": 2}),
         (
             "--sample --temperature 0.7 --top-k 9 --top-p 0.9 --min-p 0.01 --seed 4",
             {"sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "seed": 4},
@@ -165,7 +171,42 @@ def test_what_cannot_be_had_is_one_line_and_exit_code_1(arguments: list[str], re
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["--top-p", "0"], ["--beams", "0"], ["--early-stopping", "maybe"]], ids=str)
+def test_every_option_of_decoding_can_be_typed() -> None:
+    assert {*DecodeArguments.__annotations__, "scores", "processors"} == {one.name for one in fields(DecodeOptions)}
+    typed = {one.name for one in main.get_command(click.Context(main), "run").params}
+    assert typed >= {*DecodeArguments.__annotations__, "scores"}
+
+
+def test_a_parallel_model_tries_several_lengths() -> None:
+    bundle, lengths = bundle_of("transformer-nat-tiny"), ["--length-candidates", "3", "--scores"]
+    options = DecodeOptions(max_new_tokens=12, length_candidates=3, scores=True)
+    columns = [one.split("\t") for one in run(bundle, "--ids", *lengths, *map(line, SOURCES)).stdout.splitlines()]
+    found = decode(EagerEngine(model_of("transformer-nat-tiny")), SOURCES, options)
+    assert [tokens for _, tokens in columns] == [line(one.tokens) for one in found]
+    assert [float(score) for score, _ in columns] == pytest.approx([one.score for one in found], abs=2e-4)
+
+
+@pytest.mark.parametrize("way", [[], ["--stream"]], ids=str)
+def test_what_a_timeout_cuts_off_is_told(way: list[str]) -> None:
+    result = run(bundle_of(TINY), "--ids", "--timeout", "1e-9", *way, *map(line, SOURCES))
+    assert (result.exit_code, result.stdout) == (0, "\n\n\n")
+    assert result.stderr == "WARNING 3 of 3 targets are not complete: --timeout 1e-09 was over\n"
+    assert run(bundle_of(TINY), "--ids", "--timeout", "600", *way, line(SOURCES[0])).stderr == ""
+
+
+def test_a_stream_is_the_same_line_whatever_ends_lines_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+    pieces = ["a\r", "\nb", "\u2028", "c\n"]
+    events = [Event((5,), piece) for piece in pieces]
+    whole = Hypothesis((5, 5, 5, 5), "eos", "".join(pieces))
+    assert Output().write_stream("x", iter([*events, Event((), "", whole)])) == "eos"  # type: ignore[arg-type]
+    streamed = capsys.readouterr().out
+    assert streamed == "a  b c \n"
+    assert [*Output().lines(0, "x", whole)] == [streamed[:-1]]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--top-p", "0"], ["--beams", "0"], ["--early-stopping", "maybe"], ["--scores", "--stream"]], ids=str
+)
 def test_a_value_out_of_range_is_refused_as_usage(arguments: list[str]) -> None:
     result = run(bundle_of(TINY), "--ids", *arguments, "9 30 12")
     assert result.exit_code == 2

@@ -381,12 +381,30 @@ def test_a_processor_that_returns_something_else_is_refused() -> None:
         decode(TableEngine(), [[5]], DecodeOptions(processors=[lambda tokens, scores: None]))
 
 
-@pytest.mark.parametrize("beams", [1, 2])
-def test_controls_that_forbid_everything_are_an_error(beams: int) -> None:
-    options = DecodeOptions(suppress_tokens=range(24), num_beams=beams)
+WAYS = [{}, {"num_beams": 2}, {"sample": True}, {"sample": True, "top_k": 3, "num_return_sequences": 2}]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_controls_that_forbid_everything_are_an_error(way: dict) -> None:
+    options = DecodeOptions(suppress_tokens=range(24), **way)
     engine = TableEngine()
     with pytest.raises(ConfigError, match="leave no token to say after 0"):
         decode(engine, [[5]], options)
+    assert engine.held == 0
+
+
+@pytest.mark.parametrize("top_k", [2, 12])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_an_engine_that_says_no_numbers_is_an_error(way: dict, top_k: int) -> None:
+    def broken(source: tuple[int, ...], said: tuple[int, ...]) -> Floats:
+        logits = hashed_logits(source, said)
+        if len(said) > 2:
+            logits[7] = np.nan
+        return logits
+
+    engine = TableEngine(broken, replace(WORDS, top_k=top_k))
+    with pytest.raises(SpecMismatch, match="the engine's scores are not numbers: fatdeploy verify"):
+        decode(engine, [[4] * 7], DecodeOptions(max_new_tokens=6, min_new_tokens=0, **way))
     assert engine.held == 0
 
 

@@ -97,6 +97,22 @@ def test_text_is_cut_before_a_stop_and_no_part_of_the_stop_is_told(text_model: M
     assert told(events) == (found.tokens, found.text, found)
 
 
+def test_a_stop_that_is_part_of_the_prefix_ends_nothing(text_model: Model) -> None:
+    plain = DecodeOptions(max_new_tokens=6, prefix="w7 w8")
+    [whole] = text_model.generate(["w9 w30 w12"], plain)
+    for beams in (1, 2):
+        options = replace(plain, stop=["w8", "7 w8"], num_beams=beams)
+        [found] = text_model.generate(["w9 w30 w12"], options)
+        assert (found.finish, found.text[:5]) == ("length", "w7 w8")
+        assert found.tokens == whole.tokens or beams > 1
+    # It may begin there: what the model says first completes it.
+    first = words(whole.tokens[2:3])
+    options = replace(plain, stop=["w7", f"8 {first}"])
+    [found] = text_model.generate(["w9 w30 w12"], options)
+    assert (found.finish, found.text, found.tokens) == ("stop", "w7 w", whole.tokens[:3])
+    assert told(list(text_model.stream("w9 w30 w12", options))) == (found.tokens, found.text, found)
+
+
 def test_a_stop_in_ids_is_cut_out_of_text_and_tokens(text_model: Model) -> None:
     options = DecodeOptions(max_new_tokens=12, stop=[(8, 31, 26)])
     [found] = text_model.generate(["w9 w30 w12"], options)
