@@ -85,6 +85,7 @@ Examples:
 @_setting("seed", "Of weights and order.")
 @_setting("threads", "Of torch.")
 @_setting("save_seconds", "Between two states to resume from; one is saved after every epoch, too.")
+@click.option("--half", is_flag=True, help="Store the weights in half precision when all is learned.")
 @click.option("--resume", is_flag=True, help="Go on where a training in this folder was stopped.")
 @click.option("--force", is_flag=True, help="Train anew in a folder that is there.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report of the training as JSON.")
@@ -106,13 +107,14 @@ def train(
         raise click.UsageError("--resume and --force exclude each other")
     if out.exists() and not (resume or force):
         raise ConfigError(f"{out} exists: go on with --resume, train anew with --force, or choose another folder")
+    half = options.pop("half")
     chosen = {name: options.pop(name) for name in ("preset", "tokenizer", "vocab_size")}
     changes = dict(options.pop("changes"))
     plan = Plan(**chosen, changes=changes, settings=TrainSettings(**options))
     with closing(Training(plan, read_parts(pairs, validation), out, resume=resume)) as training:
         _warn_of_unknown(training)
         _train(training)
-        score = training.finish(_say_threshold)
+        score = training.finish(_say_threshold, half=half)
     if as_json:
         click.echo((out / REPORT).read_text(encoding="utf-8"), nl=False)
         return

@@ -88,6 +88,18 @@ def test_a_training_reports_every_epoch_and_draws_its_course(tmp_path: Path) -> 
     assert [len(line.attrib["points"].split()) for line in lines] == [3, 3, 3]
 
 
+def test_weights_are_stored_in_half_precision_where_that_is_wanted(tmp_path: Path) -> None:
+    training = Training(plan(epochs=1), parts(), tmp_path, resume=False)
+    for _ in training.events():
+        pass
+    whole = load_file(tmp_path / WEIGHTS)
+    training.finish(half=True)
+    halves = load_file(tmp_path / WEIGHTS)
+    assert all(torch.equal(halves[name], one.half() if one.is_floating_point() else one) for name, one in whole.items())
+    assert halves["source_embedding.weight"].dtype == torch.float16
+    assert torch.equal(load_checkpoint(tmp_path).source_embedding.weight, halves["source_embedding.weight"].float())
+
+
 def test_steps_are_counted_over_epochs(tmp_path: Path) -> None:
     training = Training(plan(), parts(), tmp_path, resume=False)
     events = list(training.events())

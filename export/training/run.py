@@ -90,13 +90,19 @@ class Training:
                 self._report()
             yield event
 
-    def finish(self, tried: Callable[[float, Score], None] = lambda *_: None) -> Score:
-        """Choose the hybrid threshold if it was drawn, remove the state, and return the score of what is kept."""
+    def finish(self, tried: Callable[[float, Score], None] = lambda *_: None, *, half: bool = False) -> Score:
+        """Choose the hybrid threshold if it was drawn, remove the state, and return the score of what is kept.
+
+        ``half`` stores the weights in half precision; the score is theirs before that.
+        """
         best = self.trainer.progress.best
         if best is None:
             raise CheckpointError(f"{self.folder} has no finished epoch")
         if self._plan.settings.draw_threshold:
             best = self._choose_threshold(tried)
+        if half:
+            model = load_checkpoint(self.folder)
+            replaced_file(self.folder / WEIGHTS, lambda path: save_weights(model, path, half=True))
         self._report(best)
         (self.folder / STATE).unlink(missing_ok=True)
         self.close()
