@@ -132,7 +132,7 @@ def test_a_loss_that_is_no_number_ends_the_training_with_advice(tmp_path: Path) 
     training = Training(plan(learning_rate=1.0, clip=0.0, warmup=0, epochs=30), parts(), tmp_path, resume=False)
     with torch.no_grad():
         training.trainer.model.source_embedding.weight.fill_(torch.nan)
-    with pytest.raises(TrainingFailed, match="the loss is nan at step 1: lower --learning-rate"):
+    with pytest.raises(TrainingFailed, match="the loss at step 1 is nan: lower --learning-rate"):
         next(training.events())
 
 

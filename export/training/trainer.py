@@ -148,7 +148,7 @@ class Trainer:
             lowest = self.model.config.hybrid_threshold
             set_threshold(self.model, lowest + float(torch.rand(())) * (1 - lowest))
         losses = self._objective.losses(self.model, batch, settings.own_words(progress.step, self.n_steps))
-        loss = _finite(float(losses.tokens), f"the loss is {{}} at step {progress.step + 1}")
+        loss = finite(float(losses.tokens), f"the loss at step {progress.step + 1}")
         self._optimiser.zero_grad(set_to_none=True)
         losses.total.backward()  # type: ignore[no-untyped-call]
         if settings.clip > 0:
@@ -165,7 +165,6 @@ class Trainer:
         if self.settings.draw_threshold:
             set_threshold(self.model, 1.0)
         score = self._validate(self.model.eval())
-        _finite(score.loss, f"the validation loss is {{}} after step {progress.step}")
         best = score.better_than(progress.best)
         if best:
             replaced_file(self.folder / WEIGHTS, lambda path: save_weights(self.model, path))
@@ -181,9 +180,10 @@ class Trainer:
         return ended
 
 
-def _finite(loss: float, found: str) -> float:
+def finite(loss: float, name: str) -> float:
+    """Return a loss that is a number; any other ends the training."""
     if not math.isfinite(loss):
-        raise TrainingFailed(f"{found.format(loss)}: lower --learning-rate, or clip gradients (--clip 1)")
+        raise TrainingFailed(f"{name} is {loss}: lower --learning-rate, or clip gradients (--clip 1)")
     return loss
 
 

@@ -10,7 +10,7 @@ from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.tokenizers import TextCoder
 from fatdeploy.export.training.batches import IdPair, batch_of
 from fatdeploy.export.training.losses import Objective
-from fatdeploy.export.training.trainer import Score
+from fatdeploy.export.training.trainer import Score, finite
 from fatdeploy.pairs import Pair
 from fatdeploy.runtimes.decode import decode
 from fatdeploy.runtimes.metrics import sequence_error_rate, token_error_rate
@@ -31,6 +31,7 @@ class Validation:
 
     def __call__(self, model: ReferenceModel) -> Score:
         """Return the score of a model as it is."""
+        loss = finite(self._loss(model), "the validation loss")  # before it is asked to speak
         references: dict[tuple[int, ...], list[str]] = {}
         for pair, ids in zip(self.pairs, self.ids, strict=True):
             references.setdefault(tuple(ids.source), []).append(pair.target)
@@ -38,7 +39,7 @@ class Validation:
         said = self._said(model, sources)
         accepted = [references[source] for source in sources]
         return Score(
-            loss=self._loss(model),
+            loss=loss,
             token_error_rate=token_error_rate(said, accepted).value,
             sequence_error_rate=sequence_error_rate(said, accepted).value,
         )
