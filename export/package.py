@@ -35,6 +35,7 @@ def write_graphs(graphs: Mapping[str, Path], folder: Path) -> dict[str, WeightGr
     """
     offsets: dict[tuple[str, int], int] = {}
     groups: dict[str, WeightGroup] = {}
+    counted: set[tuple[str, int]] = set()  # not those placed: a number that is no weight may have a weight's bytes
     with (folder / WEIGHTS).open("wb") as weights:
         for name, path in graphs.items():
             graph = read_structure(path)
@@ -42,7 +43,8 @@ def write_graphs(graphs: Mapping[str, Path], folder: Path) -> dict[str, WeightGr
             for tensor in (one for part in graphs_of(graph.graph) for one in part.initializer):
                 data = tensor_data(tensor, path.parent)
                 key = hashlib.sha256(data).hexdigest(), len(data)
-                if key not in offsets and tensor.dims and tensor.data_type == onnx.TensorProto.FLOAT:
+                if key not in counted and tensor.dims and tensor.data_type == onnx.TensorProto.FLOAT:
+                    counted.add(key)
                     part = parts.get(tensor.name, "")
                     groups[part] = _grown(groups.get(part), math.prod(tensor.dims), len(data))
                 if len(data) < INLINE_BELOW:

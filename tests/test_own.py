@@ -111,7 +111,11 @@ def test_a_hidden_state_that_the_model_does_not_tell_is_refused(bundle: Bundle) 
         ),
         ("own_model:number", [], "a int is not a model that can be exported: it must be a torch.nn.Module"),
         ("own_model:build", ["--attention", "0"], "attention of a model of your own is not known to the exporter"),
-        ("own_model:", [], "own_model: is neither a preset nor a checkpoint's folder nor package.module:factory"),
+        (
+            "own_model:",
+            [],
+            "own_model: is neither g2p nor a preset nor a checkpoint's folder nor package.module:factory",
+        ),
     ],
 )
 def test_a_factory_that_gives_no_model_is_one_line(

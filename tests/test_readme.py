@@ -38,7 +38,7 @@ def test_every_command_it_names_exists() -> None:
 
 
 def test_the_decoding_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(EXAMPLES[0], "README.md", "exec"), {})
+    exec(compile(next(example for example in EXAMPLES if "EagerEngine" in example), "README.md", "exec"), {})
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert all(re.fullmatch(r"\((\d+, ){11}\d+\) length", line) for line in lines)
@@ -60,7 +60,7 @@ def test_the_example_of_beams_and_streams_gives_the_references_tokens(capsys: py
 
 
 def test_the_device_example_gives_the_references_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    run_on_a_bundle(next(example for example in EXAMPLES if "fatdeploy.load" in example))
+    run_on_a_bundle(next(example for example in EXAMPLES if "model.generate([[17" in example))
     expected = decode(EagerEngine(model_of("fat-tiny")), [[17, 42, 9], [7, 8]], DecodeOptions(max_new_tokens=12))
     assert capsys.readouterr().out == f"{expected}\n"
 
