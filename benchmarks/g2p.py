@@ -71,7 +71,12 @@ def taken(turn: Turn, words: Path, bundle: Path, cache: Path, repetitions: int) 
     """Return what one turn said and its seconds."""
     if turn.engine == PEER_NAME:
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        command = [peer_python(cache), ROOT / "benchmarks" / "peers" / "g2p_en.py", words, str(repetitions)]
+        command = [
+            peer_python(cache),
+            ROOT / "benchmarks" / "peers" / "pronounced_by_g2p_en.py",
+            words,
+            str(repetitions),
+        ]
         return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment).stdout)
     asked = {**asdict(turn), "words": str(words), "bundle": str(bundle), "threads": 1, "repetitions": repetitions}
     return result_apart("benchmarks.g2p_turns", json.dumps(asked), blas_threads=1)
