@@ -56,7 +56,10 @@ def where_it_begins(model: Flat, bundle: Bundle, traced: Graphs, graphs: Graphs,
                 tensor = _tensor(model, before, stage, probe, place[1])
                 return f"it begins at {route}, {comparison.described(*place)}; {tensor}"
             before = stage
-    return "no stage shows it when it is run apart: two runs of the same graph differ"
+    return (
+        "no stage shows it when the model reads the same batch step by step: either two runs of the same graph differ, "
+        "or the model itself depends on what else it reads"
+    )
 
 
 def _stage(name: str, folder: Path, bundle: Bundle, graphs: Graphs) -> Stage:

@@ -1,5 +1,6 @@
 """Exported graphs on ONNX Runtime: the tokens of the reference, in place, for every preset and both dialects."""
 
+import gc
 import shutil
 from pathlib import Path
 
@@ -179,3 +180,5 @@ def test_a_graph_that_torch_cannot_trace_is_one_line_of_ours(monkeypatch: pytest
     monkeypatch.setattr(model, "encode", lambda source, mask: len(source.tolist()) and undefined)  # type: ignore[name-defined] # noqa: F821
     with pytest.raises(ExportFailed, match="torch could not trace the model"):
         traced_encoder(flat_model(model), "ort", tmp_path / ENCODER)
+    # It is kept away while torch traces, and must come back.
+    assert gc.isenabled()
