@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from fatdeploy.errors import ConfigError, SpecMismatch
 from fatdeploy.runtimes.beam import Chooser, placed
 from fatdeploy.runtimes.decode import Decoding, decode
-from fatdeploy.runtimes.engine import Floats, Want
+from fatdeploy.runtimes.engine import Floats, StepOut, Want
 from fatdeploy.runtimes.hypothesis import Hypothesis
 from fatdeploy.runtimes.options import DecodeOptions
+from fatdeploy.runtimes.scoring import Scorer
 from fatdeploy.spec import Tokens
 from tests.tables import ALIGNED, WORDS, TableEngine, hashed_logits
 
@@ -353,6 +354,21 @@ def test_a_shortlist_with_all_winners_changes_nothing(beams: int) -> None:
     everything = decode(TableEngine(), SOURCES, replace(options, shortlist=range(24)))
     assert [one.tokens for one in everything] == [one.tokens for one in plain]
     assert [one.score for one in everything] == pytest.approx([one.score for one in plain], abs=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 64])
+@pytest.mark.parametrize("listed", [3, 700])
+def test_a_shortlists_scores_are_the_products_with_its_rows(rows: int, listed: int) -> None:
+    draw = np.random.default_rng(rows)
+    matrix, hidden = draw.standard_normal((900, 96), np.float32), draw.standard_normal((rows, 2, 96), np.float32)
+    engine = TableEngine(spec=replace(WORDS, vocab_size=900, width=96))
+    engine.output_rows = lambda ids: matrix[ids]  # type: ignore[method-assign]
+    ids = sorted({EOS, *draw.permutation(900)[:listed].tolist()})
+    scorer = Scorer(engine, DecodeOptions(shortlist=ids))
+    for _ in range(2):  # in buffers that are used again
+        found = scorer.logits(StepOut(hidden=hidden))
+        np.testing.assert_allclose(found, hidden[:, -1].astype(float) @ matrix[ids].T.astype(float), atol=1e-4)
+        assert found.shape == (rows, len(ids))
 
 
 def test_a_shortlist_goes_with_controls() -> None:
