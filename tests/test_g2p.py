@@ -92,6 +92,14 @@ def test_words_that_it_never_saw_are_pronounced_as_well_as_the_results_say(beams
     assert errors(said, list(references().values())) == pytest.approx(expected["errors"], abs=0.051)
 
 
+def test_the_readme_says_what_words_become() -> None:
+    line = next(line for line in (ROOT / "README.md").read_text().splitlines() if "run g2p.bundle knight" in line)
+    words, _, said = line.partition("g2p.bundle ")[2].partition("#")
+    with fatdeploy.load(g2p_bundle().path, threads=1) as model:
+        found = [one.text for one in model.generate(words.split())]
+    assert ", ".join(map(str, found)) == said.partition(";")[0].strip()
+
+
 def test_the_example_of_the_readme_pronounces_without_torch() -> None:
     example = ROOT / "examples" / "pronounce.py"
     assert example.read_text().partition("\n\n")[2] in (ROOT / "README.md").read_text()
