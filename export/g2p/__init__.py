@@ -4,6 +4,6 @@ from pathlib import Path
 
 # What is typed in the place of a preset or a folder.
 NAME = "g2p"
-# A checkpoint as any other (the hyphen keeps it from being taken for a package), with the notice of the data that it was trained on and the report of its training.
-CHECKPOINT = Path(__file__).parent / "fat-cmudict"
+# A checkpoint as any other, with the notice of the data that it was trained on and the report of its training.
+CHECKPOINT = Path(__file__).parent / "checkpoint"
 LICENCE = "Apache-2.0; trained on the CMU Pronouncing Dictionary, Copyright (C) 1993-2015 Carnegie Mellon University"
