@@ -55,7 +55,8 @@ def test_beams_on_graphs_are_the_references_and_each_row_is_as_it_is_alone(prese
     alone = [decode(engine, [source], BEAMS)[0] for source in sources]
     assert_alike(alone, expected)
     assert_alike(decode(engine, sources[::-1], BEAMS)[::-1], expected)
-    assert len({one.tokens for one in expected}) == len(sources)
+    # Most differ, so that rows which changed places would be seen; random weights give some sources the same target.
+    assert len({one.tokens for one in expected}) > len(sources) // 2
     assert any(one.tokens != greedy.tokens for one, greedy in zip(expected, decode(engine, sources), strict=True))
 
 
