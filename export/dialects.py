@@ -14,8 +14,9 @@ from fatdeploy.export.reference.seams import Added, Outputs, Position, Seams
 symbolic = torch._dynamo.dont_skip_tracing(torch.onnx.ops.symbolic)
 
 OPSET = 24
-# Numbers of one source that a slow attention compares at once, [I, J, heads, D]: one head of a base model at S = 512.
-PAIRS = 64 * 512**2
+# Numbers of one source that a slow attention compares at once, [I, J, heads, D], beyond one head: three arrays of 4 MB.
+# onnxruntime keeps what concurrent calls have needed at the same time, so more would be paid for by every thread.
+PAIRS = 2**20
 # Added to scores of hidden keys: far below any score, and finite, because an infinite one minus itself is NaN.
 HIDDEN = -1e30
 
