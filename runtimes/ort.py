@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from threading import BoundedSemaphore
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 
 from fatdeploy.bundle import DECODER, ENCODER, Bundle
 from fatdeploy.errors import ConfigError, SpecMismatch
+from fatdeploy.machine import usable_cores
 from fatdeploy.runtimes.buffers import Array, BufferPool, Buffers, move_rows, zero_rows
 from fatdeploy.runtimes.engine import Capacity, Floats, Ids, Rows, StepOut, Want, check_want, sources_of_rows
 from fatdeploy.runtimes.ort_bindings import MOST_HELD_BYTES, MOST_SHAPES, Binder, Bound
@@ -72,6 +74,8 @@ class OrtEngine:
         self._sessions: Sessions | None = opened_sessions(self._ort, bundle, options)
         self._binder = Binder(self._ort, self.spec, branches=self.branches)
         self._memory = [one.name for one in self.spec.encoder_outputs()]
+        # onnxruntime keeps the memory of all encodes that ever ran at once, and more than there are cores end no sooner.
+        self._encoding = BoundedSemaphore(usable_cores())
         self._n_sets = 2 if any(one.kind == "recurrent" for one in self.spec.state) else 1
 
     def encode(self, source: Tokens, mask: Mask, capacity: Capacity) -> OrtState:
@@ -79,7 +83,8 @@ class OrtEngine:
         self.spec.check_source(source, mask)
         encoder = self._open.encoder
         try:
-            outputs = encoder.run(self._memory, {self.spec.source.name: source, self.spec.source_mask.name: mask})
+            with self._encoding:
+                outputs = encoder.run(self._memory, {self.spec.source.name: source, self.spec.source_mask.name: mask})
         except Exception as error:  # onnxruntime's have no base of their own
             raise run_failed(self._bundle, ENCODER, error) from error
         sources = {

@@ -43,7 +43,7 @@ class Epoch:
     number: int  # from 1
     train_loss: float
     score: Score
-    seconds: float  # of training alone, all epochs so far
+    seconds: float  # of one core, of training alone, all epochs so far
     best: bool
 
 
@@ -139,7 +139,7 @@ class Trainer:
         save_state(self.folder / STATE, self.model, self._optimiser, record)
 
     def _step(self, indices: list[int]) -> Step:
-        started, settings, progress = time.perf_counter(), self.settings, self.progress
+        started, settings, progress = time.process_time(), self.settings, self.progress
         self.model.train()
         batch = batch_of([self._pairs[index] for index in indices], self.model.config)
         for group in self._optimiser.param_groups:
@@ -157,7 +157,7 @@ class Trainer:
         progress.step += 1
         progress.loss_sum += loss * batch.n_tokens
         progress.n_tokens += batch.n_tokens
-        progress.seconds += time.perf_counter() - started
+        progress.seconds += time.process_time() - started
         return Step(len(progress.epochs) + 1, progress.step, loss)
 
     def _ended_epoch(self) -> Epoch:
