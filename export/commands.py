@@ -4,12 +4,30 @@ import importlib.util
 import json
 import logging
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import click
 
 from fatdeploy.errors import BackendUnavailable
-from fatdeploy.runtimes.commands import parity_line
+from fatdeploy.runtimes.commands import gate_line, parity_line
 from fatdeploy.tables import aligned
+
+
+class ExportArguments(TypedDict):
+    """The options of an export that say what becomes of the model."""
+
+    max_source: int | None
+    max_target: int | None
+    top_k: int | None
+    attention_layer: int | None
+    precision: str
+    precision_of: tuple[str, ...]
+    cpu: str
+    calibration: Path | None
+    probes: Path | None
+    recover: bool
+    min_agreement: float
+    max_loss: float
 
 
 def need_export_packages() -> None:
@@ -103,6 +121,9 @@ Examples:
   fatdeploy export my_package.models:build --out my-model
   fatdeploy export transformer-base --out graphs --target onnx --max-source 128 --max-target 128
   fatdeploy export my-checkpoint --out aligned --attention 5
+  fatdeploy export g2p --out g2p.int8 --precision int8
+  fatdeploy export my-checkpoint --out small --precision int4 --precision-of output=int8 \\
+    --calibration some.txt --probes pairs.tsv --recover
 """
 )
 @click.argument("source")
@@ -124,29 +145,79 @@ Examples:
     metavar="LAYER",
     help="Also return the cross-attention weights of this decoder layer (alignments).",
 )
+@click.option(
+    "--precision",
+    default="fp32",
+    show_default=True,
+    type=click.Choice(["fp32", "int8", "int4"]),
+    help="Of the matrices; integers must pass the gate.",
+)
+@click.option(
+    "--precision-of",
+    multiple=True,
+    metavar="NAME=PRECISION",
+    help="Of single matrices, by name or pattern: output=int8, 'encoder.*=fp32'. May be repeated.",
+)
+@click.option(
+    "--cpu",
+    default="any",
+    show_default=True,
+    type=click.Choice(["any", "x86-avx2", "x86-vnni", "arm64"]),
+    help="Which CPUs int8 weights are for; any is right on all of them.",
+)
+@click.option("--calibration", type=click.Path(path_type=Path), help="Sources that show the ranges of activations.")
+@click.option("--probes", type=click.Path(path_type=Path), help="Sources, or pairs, that integers are judged by.")
+@click.option("--recover", is_flag=True, help="Keep as few matrices in a higher precision as the gate asks for.")
+@click.option(
+    "--min-agreement",
+    default=0.99,
+    show_default=True,
+    type=click.FloatRange(0, 1),
+    help="Share of the reference's tokens that the gate asks for.",
+)
+@click.option(
+    "--max-loss",
+    default=0.3,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="Points of the metric that may be lost, where the probes have targets.",
+)
 @click.option("--licence", help="The weights' licence, for the manifest.")
 @click.option("--force", is_flag=True, help="Replace a bundle that is there.")
 @click.option("--json", "as_json", is_flag=True, help="Print the certificate as JSON.")
-def export(source: str, out: Path, target: str, licence: str | None, force: bool, as_json: bool, **chosen: int) -> None:
+def export(
+    source: str,
+    out: Path,
+    target: str,
+    licence: str | None,
+    force: bool,
+    as_json: bool,
+    **chosen: Unpack[ExportArguments],
+) -> None:
     """Turn a model into a bundle and prove it right.
 
     SOURCE is g2p (the bundled model: English words to phonemes), a checkpoint's folder, a preset (see: fatdeploy
     presets), or package.module:factory for a model of your own. The graphs must give the reference's tokens on probes
     whose every step the reference decides by ten times the noise of fp32; otherwise nothing is written.
+
+    With --precision int8 or int4 the matrices of those graphs become integers. The bundle is then compared with the
+    reference on real sources: below the bar nothing is written, and a table says which matrices cost most.
     """
     need_export_packages()
     from fatdeploy.bundle import PARITY
-    from fatdeploy.export.contract import Choices
+    from fatdeploy.export.asked import asked_of, choices_of, with_files
     from fatdeploy.export.pipeline import write_bundle
     from fatdeploy.export.sources import model_from_source
 
+    asked = asked_of(chosen)
     model, origin = model_from_source(source, licence=licence)
     bundle = write_bundle(
         model,
         out,
-        origin=origin,
+        origin=with_files(origin, chosen),
         dialect="ort" if target == "ort-cpu" else "standard",
-        choices=Choices(**chosen),
+        choices=choices_of(chosen),
+        quantize=asked,
         force=force,
         stage=progress,
     )
@@ -155,3 +226,5 @@ def export(source: str, out: Path, target: str, licence: str | None, force: bool
         click.echo(json.dumps({"bundle": str(out), "bytes": bundle.total_bytes, **certificate}))
         return
     click.echo(f"{out}: {bundle.total_bytes / 1e6:.1f} MB; {parity_line(certificate['parity'])}")
+    if "gate" in certificate:
+        click.echo(f"{out}: {gate_line(certificate['precision'], certificate['gate'])}")

@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import onnx
@@ -22,6 +22,8 @@ from fatdeploy.export.graph_files import (
     tensor_data,
     write_structure,
 )
+from fatdeploy.export.integers import WeightBits, best_blocks, columns_from_matrix
+from fatdeploy.export.quantize import BESIDE_INTEGERS, MatrixPrecision
 from fatdeploy.export.trace import INNER
 
 # Vector loads want 64 bytes; a page is not needed, onnxruntime aligns its mapping itself.
@@ -43,10 +45,10 @@ def write_graphs(graphs: Mapping[str, Path], folder: Path) -> dict[str, WeightGr
             for tensor in (one for part in graphs_of(graph.graph) for one in part.initializer):
                 data = tensor_data(tensor, path.parent)
                 key = hashlib.sha256(data).hexdigest(), len(data)
-                if key not in counted and tensor.dims and tensor.data_type == onnx.TensorProto.FLOAT:
+                if key not in counted and (n_parameters := _parameters_of(tensor)):
                     counted.add(key)
                     part = parts.get(tensor.name, "")
-                    groups[part] = _grown(groups.get(part), math.prod(tensor.dims), len(data))
+                    groups[part] = _grown(groups.get(part), n_parameters, len(data))
                 if len(data) < INLINE_BELOW:
                     offsets[key] = -1
                     hold(tensor, data)
@@ -56,6 +58,44 @@ def write_graphs(graphs: Mapping[str, Path], folder: Path) -> dict[str, WeightGr
                 point(tensor, WEIGHTS, offsets[key], len(data))
             write_structure(graph, folder / name)
     return dict(sorted(groups.items()))
+
+
+def _parameters_of(tensor: onnx.TensorProto) -> int:
+    """Return how many weights of the model a tensor holds; scales and zeros of integers are none."""
+    if not tensor.dims or tensor.name.endswith(BESIDE_INTEGERS):
+        return 0
+    each = {onnx.TensorProto.FLOAT: 1, onnx.TensorProto.INT8: 1, onnx.TensorProto.UINT8: 2}
+    return math.prod(tensor.dims) * each.get(tensor.data_type, 0)
+
+
+def placed_integers(matrix: NDArray[np.float32], precision: MatrixPrecision, bits: WeightBits, folder: Path) -> OutputMatrix:
+    """Return where the weights hold the output matrix [V, M] as integers; what no graph holds so is added."""
+    if precision == "fp32":
+        return placed_output_matrix(matrix, folder)
+    if precision == "int8":
+        columns = columns_from_matrix(np.ascontiguousarray(matrix.T), bits)
+        rows = np.ascontiguousarray(columns.values.T)
+        return OutputMatrix(_placed(rows, folder), "int8", transposed=False, scales=_placed(columns.scales, folder))
+    blocks = best_blocks(np.ascontiguousarray(matrix.T))
+    return OutputMatrix(
+        _placed(blocks.values, folder),
+        "int4",
+        transposed=False,
+        scales=_placed(blocks.scales, folder),
+        zeros=None if blocks.zeros is None else _placed(blocks.zeros, folder),
+        block_size=blocks.size,
+    )
+
+
+def _placed(array: NDArray[Any], folder: Path) -> int:
+    """Return where in the weights some bytes stand."""
+    data = array.tobytes()
+    for tensor in (one for part in graphs_of(read_structure(folder / DECODER).graph) for one in part.initializer):
+        outside = tensor.data_location == onnx.TensorProto.EXTERNAL and place_of(tensor).length == len(data)
+        if outside and tensor_data(tensor, folder) == data:
+            return place_of(tensor).offset
+    with (folder / WEIGHTS).open("ab") as weights:
+        return _appended(weights, data)
 
 
 def placed_output_matrix(matrix: NDArray[np.float32], folder: Path) -> OutputMatrix:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -16,6 +17,7 @@ from torch import nn
 from fatdeploy.bundle import (
     DECODER,
     ENCODER,
+    GATE,
     PARITY,
     PROBES,
     TOKENIZER,
@@ -26,18 +28,21 @@ from fatdeploy.bundle import (
     read_bundle,
     write_manifest,
 )
-from fatdeploy.errors import BundleError, CheckpointError
+from fatdeploy.errors import BundleError, CheckpointError, ConfigError
 from fatdeploy.export.certify import certified, drawn_probes
 from fatdeploy.export.contract import Choices, Flat, flat_model
 from fatdeploy.export.dialects import OPSET
 from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.examples import Example, examples_from_file, random_examples
 from fatdeploy.export.graph_files import op_histogram
 from fatdeploy.export.package import placed_output_matrix, write_graphs
+from fatdeploy.export.precision import Asked, Quantizer
 from fatdeploy.export.reference.checkpoint import stored_tensors
 from fatdeploy.export.simplify import Arrays, simplified
 from fatdeploy.export.trace import traced_decoder, traced_encoder
 from fatdeploy.folders import replaced_folder
 from fatdeploy.runtimes.engine import Want
+from fatdeploy.runtimes.gate import checked_on, write_material
 from fatdeploy.runtimes.text import tokenizer_from_file
 from fatdeploy.runtimes.verify import write_probes
 from fatdeploy.spec import ModelSpec, TensorSpec
@@ -51,11 +56,17 @@ RECORDED = ("fatdeploy", "torch", "onnx", "onnxscript", "onnxsim", "onnxruntime"
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a model comes from, as the manifest says it."""
+    """Where a model comes from, as the manifest says it; ``random`` weights have nothing to lose by a quantization.
+
+    ``calibration`` and ``probes`` are files that a quantization reads unless other ones are given.
+    """
 
     name: str
     licence: str | None = None
     tokenizer: Path | None = None
+    random: bool = False
+    calibration: Path | None = None
+    probes: Path | None = None
 
 
 def write_bundle(
@@ -65,37 +76,127 @@ def write_bundle(
     origin: Origin,
     dialect: Dialect = "ort",
     choices: Choices | None = None,
+    quantize: Asked | None = None,
     force: bool = False,
     stage: Callable[[str], None] = log.info,
 ) -> Bundle:
     """Export a model to a folder and return the bundle; a crash or a miss leaves what stood there before.
 
-    ``stage`` is told what begins.
+    A quantized bundle is made from graphs that were proved right in fp32. ``stage`` is told what begins.
     """
     flat = flat_model(model, choices)
     if origin.tokenizer is not None:
         _check_tokenizer(origin.tokenizer, flat.spec)
+    examples = None if quantize is None else _examples(flat.spec, origin, dialect)
     with replaced_folder(folder, force=force) as new, _folder_beside(new) as work:
         traced, graphs = _written_graphs(flat, dialect, work, stage)
-        weights = write_graphs(graphs, new)
-        matrix = flat.output_matrix()
-        output_matrix = None if matrix is None else placed_output_matrix(matrix.detach().numpy(), new)
-        if origin.tokenizer is not None:
-            shutil.copyfile(origin.tokenizer, new / TOKENIZER)
-        stage("drawing probes from the reference")
-        probes = drawn_probes(EagerEngine(flat))
-        write_probes(new / PROBES, probes)
-        histograms = {
-            part: {"traced": op_histogram(traced[part]), "simplified": op_histogram(graphs[part])} for part in graphs
-        }
-        manifest = replace(
-            _manifest(flat, origin, dialect), histograms=histograms, weights=weights, output_matrix=output_matrix
-        )
-        stage("comparing the graphs with the reference")
-        certificate = certified(flat, write_manifest(new, manifest), probes, traced, graphs)
-        (new / PARITY).write_text(json.dumps(certificate, indent=2, sort_keys=True) + "\n")
-        write_manifest(new, manifest)
+        plain = new if quantize is None else Path(work) / "fp32"
+        plain.mkdir(exist_ok=True)
+        certificate = _write_plain(flat, plain, origin, dialect, traced, graphs, stage)
+        if quantize is not None and examples is not None:
+            source = read_bundle(plain, check_hashes=False)
+            _write_quantized(flat, source, new, graphs, quantize, examples, origin, certificate, stage)
     return read_bundle(folder)
+
+
+def _write_plain(
+    flat: Flat,
+    folder: Path,
+    origin: Origin,
+    dialect: Dialect,
+    traced: dict[str, Path],
+    graphs: dict[str, Path],
+    stage: Callable[[str], None],
+) -> dict[str, Any]:
+    """Write the bundle of graphs as they are, and return its certificate."""
+    weights = write_graphs(graphs, folder)
+    matrix = flat.output_matrix()
+    output_matrix = None if matrix is None else placed_output_matrix(matrix.detach().numpy(), folder)
+    if origin.tokenizer is not None:
+        shutil.copyfile(origin.tokenizer, folder / TOKENIZER)
+    stage("drawing probes from the reference")
+    probes = drawn_probes(EagerEngine(flat))
+    write_probes(folder / PROBES, probes)
+    histograms = {
+        part: {"traced": op_histogram(traced[part]), "simplified": op_histogram(graphs[part])} for part in graphs
+    }
+    manifest = replace(
+        _manifest(flat, origin, dialect), histograms=histograms, weights=weights, output_matrix=output_matrix
+    )
+    stage("comparing the graphs with the reference")
+    certificate = certified(flat, write_manifest(folder, manifest), probes, traced, graphs)
+    (folder / PARITY).write_text(json.dumps(certificate, indent=2, sort_keys=True) + "\n")
+    write_manifest(folder, manifest)
+    return certificate
+
+
+def _write_quantized(
+    flat: Flat,
+    plain: Bundle,
+    folder: Path,
+    graphs: dict[str, Path],
+    asked: Asked,
+    examples: tuple[list[Example], list[Example]],
+    origin: Origin,
+    certificate: dict[str, Any],
+    stage: Callable[[str], None],
+) -> None:
+    """Write the quantized bundle of graphs that are proved right, with what the gate says of it."""
+    tokenizer = None if origin.tokenizer is None else tokenizer_from_file(origin.tokenizer)
+    calibration, probes = examples
+    manifest = replace(plain.manifest, precision=asked.precision)
+    quantizer = Quantizer(
+        flat, graphs, manifest, asked, calibration=calibration, probes=probes, tokenizer=tokenizer, stage=stage
+    )
+    judged = quantizer.written(folder, enforced=not origin.random)
+    for name in (PROBES, *([TOKENIZER] if origin.tokenizer is not None else [])):
+        shutil.copyfile(plain.path / name, folder / name)
+    write_material(folder / GATE, quantizer.gate.material)
+    matrix = flat.output_matrix()
+    output_matrix = None
+    if matrix is not None:
+        output_matrix = quantizer.placed_output(matrix.detach().numpy(), judged.quantization, folder)
+    gate = {**judged.judgement.as_dict(), "bar": asked.bar.agreement, "points": asked.bar.points}
+    gate |= {"enforced": not origin.random, "kept": list(judged.kept), "row_difference": judged.row_difference}
+    quantized_certificate = {
+        **certificate,
+        "precision": asked.precision,
+        "gate": gate,
+        "checked_on": [checked_on(judged.judgement.agreement.share)],
+    }
+    (folder / PARITY).write_text(json.dumps(quantized_certificate, indent=2, sort_keys=True) + "\n")
+    histograms = {
+        part: {**plain.manifest.histograms[part], "quantized": quantizer.histograms[part]} for part in graphs
+    }
+    write_manifest(
+        folder,
+        replace(
+            manifest,
+            quantization=judged.quantization,
+            output_matrix=output_matrix,
+            weights=quantizer.weights,
+            histograms=histograms,
+        ),
+    )
+
+
+def _examples(spec: ModelSpec, origin: Origin, dialect: Dialect) -> tuple[list[Example], list[Example]]:
+    """Return what a quantization is calibrated with and judged by; a trained model needs real sources for both."""
+    if dialect != "ort":
+        raise ConfigError("int8 and int4 are for --target ort-cpu: other targets have no such ops")
+    tokenizer = None if origin.tokenizer is None else tokenizer_from_file(origin.tokenizer)
+    files = {"--calibration": origin.calibration, "--probes": origin.probes}
+    missing = [name for name, path in files.items() if path is None]
+    if missing and not origin.random:
+        raise ConfigError(
+            f"a quantization of trained weights needs {' and '.join(missing)}: files with a source a line, or a source, "
+            "TAB and target (a few hundred each, not the same ones)"
+        )
+    found = [
+        random_examples(spec, seed) if path is None else examples_from_file(path, spec, tokenizer)
+        for seed, path in enumerate(files.values())
+    ]
+    return found[0], found[1]
 
 
 def _check_tokenizer(path: Path, spec: ModelSpec) -> None:

@@ -16,12 +16,13 @@ from fatdeploy.export.reference.weights import model_from_preset
 def model_from_source(source: str, *, licence: str | None = None) -> tuple[nn.Module, Origin]:
     """Return the model that a name, a folder or ``package.module:factory`` stands for, and where it comes from."""
     if source in preset_names():
-        return model_from_preset(source), Origin(name=source, licence=licence)
+        return model_from_preset(source), Origin(name=source, licence=licence, random=True)
     folder = g2p.CHECKPOINT if source == g2p.NAME else Path(source)
     if folder.is_dir():
         tokenizer = folder / TOKENIZER
         if source == g2p.NAME:
-            return load_checkpoint(folder), Origin(name=source, licence=licence or g2p.LICENCE, tokenizer=tokenizer)
+            files = {"tokenizer": tokenizer, "calibration": g2p.CALIBRATION, "probes": g2p.PROBES}
+            return load_checkpoint(folder), Origin(name=source, licence=licence or g2p.LICENCE, **files)
         origin = Origin(name=folder.name, licence=licence, tokenizer=tokenizer if tokenizer.is_file() else None)
         return load_checkpoint(folder), origin
     if is_factory(source):

@@ -18,10 +18,14 @@ Target = Literal["ort-cpu", "ort-cuda", "onnx", "tensorrt", "tensorrt-rtx"]
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4"]
 Dialect = Literal["ort", "standard"]
 
-FORMAT = (1, 1)  # a reader takes any minor of its own major
+CpuClass = Literal["any", "x86-avx2", "x86-vnni", "arm64"]
+
+FORMAT = (1, 2)  # a reader takes any minor of its own major
 OUTPUT_MATRIX_SINCE = (1, 1)  # earlier manifests do not say whether there is one
 MANIFEST, ENCODER, DECODER, WEIGHTS = "manifest.json", "encoder.onnx", "decoder.onnx", "weights.bin"
 TOKENIZER, PARITY, PROBES = "tokenizer.json", "parity.json", "probes.npz"
+# Of quantized bundles: what they are judged by, and what shows whether this CPU multiplies their integers rightly.
+GATE, SATURATION = "gate.npz", "saturation.onnx"
 REQUIRED = (ENCODER, DECODER, WEIGHTS)  # of every target: a TensorRT plan is built from them on the device
 
 _LARGEST_MANIFEST = 16 << 20
@@ -61,15 +65,42 @@ class WeightGroup:
 
 @dataclass(frozen=True)
 class OutputMatrix:
-    """Where the weights hold the matrix [V, M] that makes logits of a hidden state; transposed it stands as [M, V]."""
+    """Where the weights hold the matrix [V, M] that makes logits of a hidden state; transposed it stands as [M, V].
+
+    Integers have scales, float32 at an offset of their own: one a row of V, or of ``int4`` one for each ``block_size``
+    numbers of a row. ``zeros`` are of blocks that are not symmetric, two a byte.
+    """
 
     offset: int
-    dtype: Literal["float32"]
+    dtype: Literal["float32", "int8", "int4"]
     transposed: bool
+    scales: int | None = None
+    zeros: int | None = None
+    block_size: int | None = None
 
     def __post_init__(self) -> None:
-        if self.offset < 0:
-            raise ValueError(f"offset must be 0 or more, found {self.offset}")
+        for name in ("offset", "scales", "zeros"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} must be 0 or more, found {value}")
+        if (self.scales is None) != (self.dtype == "float32"):
+            raise ValueError(f"integers and nothing else have scales, found {self.dtype} and scales at {self.scales}")
+        if (self.block_size is None) != (self.dtype != "int4") or (self.block_size or 2) < 2:
+            raise ValueError(f"int4 and nothing else has blocks of 2 or more, found {self.dtype} of {self.block_size}")
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How the matrices of a bundle became integers.
+
+    ``matrices`` says of each how: ``int8 static``, ``int8 by row``, ``int4 of 32``, ``fp32``. ``weight_bits`` are those
+    of 8-bit weights that are used: 7 of them cannot saturate on any CPU. ``enforced`` is whether a bar had to be met.
+    """
+
+    cpu: CpuClass
+    weight_bits: Literal[7, 8]
+    matrices: dict[str, str]
+    enforced: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +109,8 @@ class Manifest:
 
     ``onnxruntime`` is the range of versions that it was verified with, ``settings`` are the choices that the exporter
     made by itself, ``histograms`` count operators: graph, then ``traced`` or ``simplified``, then operator.
-    ``output_matrix`` is None if logits are something else than a hidden state times a matrix.
+    ``output_matrix`` is None if logits are something else than a hidden state times a matrix, ``quantization`` is None
+    of fp32, fp16 and bf16.
     """
 
     spec: ModelSpec
@@ -93,6 +125,7 @@ class Manifest:
     histograms: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
     weights: dict[str, WeightGroup] = field(default_factory=dict)
     output_matrix: OutputMatrix | None = None
+    quantization: Quantization | None = None
     files: dict[str, FileRecord] = field(default_factory=dict)
     format: tuple[int, int] = FORMAT
 

@@ -40,6 +40,22 @@ def read_pairs(path: Path) -> list[Pair]:
     return pairs
 
 
+def read_sources(path: Path) -> list[tuple[str, str | None]]:
+    """Return the sources of a file, each with its target where the line has one: ``source`` or ``source TAB target``."""
+    found: list[tuple[str, str | None]] = []
+    wrong = []
+    lines = _lines(path)
+    for number, line in enumerate(lines, 1):
+        one = _pair(line if b"\t" in line else line + b"\tnone")
+        if isinstance(one, Pair):
+            found.append((one.source, one.target if b"\t" in line else None))
+        else:
+            wrong.append(f"{one[0]} at line {number}{one[1]}")
+    if wrong:
+        raise error_of_lines(path, wrong, f"{len(lines)} lines", "a line is a source, or a source, one TAB and a target")
+    return found
+
+
 def error_of_lines(path: Path, wrong: Sequence[str], among: str, expected: str = FORM) -> DataError:
     """Return the error that tells of lines which cannot be used, each a reason with its line's number."""
     more = len(wrong) - MOST_NAMED

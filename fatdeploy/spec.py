@@ -265,3 +265,7 @@ def _wrong_padding(mask: Mask) -> list[str]:
     if ragged.size:
         reasons.append(f"row {ragged[0]} of the mask is not a run of True followed by a run of False (right padding)")
     return reasons
+
+
+# Of the graph in a quantized bundle that shows whether a CPU adds products of integers exactly.
+SATURATION_INPUT, SATURATION_OUTPUT = "activations", "sums"

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import click
 
@@ -15,6 +15,11 @@ from fatdeploy.runtimes.command_options import EngineArguments, engine_options
 from fatdeploy.runtimes.cuda_devices import Cuda
 from fatdeploy.runtimes.doctor import Part, Problem, Report, State, examine
 from fatdeploy.tables import aligned
+
+if TYPE_CHECKING:
+    # Not at run time: the doctor must run where even numpy is broken.
+    from fatdeploy.bundle import Bundle
+    from fatdeploy.runtimes.ort import OrtEngine
 
 Batch = TypeVar("Batch")
 
@@ -55,15 +60,25 @@ Examples:
 )
 @click.option("--n", "count", default=32, show_default=True, type=click.IntRange(1), help="Sources for --against.")
 @click.option("--seed", default=1, show_default=True, type=click.IntRange(0), help="Of the sources for --against.")
+@click.option("--record", is_flag=True, help="Add this kind of CPU to the certificate of a quantized bundle.")
 @engine_options
 def verify(
-    bundle: Path, as_json: bool, against: str | None, count: int, seed: int, **engine: Unpack[EngineArguments]
+    bundle: Path,
+    as_json: bool,
+    against: str | None,
+    count: int,
+    seed: int,
+    record: bool,
+    **engine: Unpack[EngineArguments],
 ) -> None:
     """Check on this machine that a bundle gives the reference's tokens.
 
     Runs the probes that came with the bundle, every row of a batch also alone, one batch twice; needs no torch. The
     exit code is 1 if anything differs. On sources that nobody chose, a token that the reference itself decides by no
     more than the noise of fp32 is a tie, and counted apart.
+
+    A quantized bundle brings the sources that its gate was passed with: the share of the reference's tokens must reach
+    the bar on this CPU, too, and every row of a batch must get what it gets alone.
     """
     # Imported here: the doctor, beside it, must run where even numpy is broken.
     from fatdeploy.bundle import PROBES, read_bundle
@@ -72,6 +87,11 @@ def verify(
 
     found = read_bundle(bundle)
     running = OrtEngine(found, **engine)
+    if found.manifest.quantization is not None:
+        _verify_quantized(found, running, as_json=as_json, record=record, against=against)
+        return
+    if record:
+        raise click.UsageError("--record is for quantized bundles: fp32 gives the reference's tokens on every CPU")
     parity = verified(running, read_probes(found.file(PROBES))).as_dict()
     agreement = None
     if against is not None:
@@ -88,6 +108,26 @@ def verify(
     click.echo(f"{bundle}: {parity_line(parity)}")
     if agreement is not None:
         click.echo(f"{bundle} against {against}: {agreement_line(agreement)}")
+
+
+def _verify_quantized(bundle: "Bundle", engine: "OrtEngine", *, as_json: bool, record: bool, against: str | None) -> None:
+    from fatdeploy.runtimes.gate import certificate_of, recorded_here, verified_quantized
+
+    if against is not None:
+        raise click.UsageError("--against compares logits of fp32: a quantized bundle is judged by its gate")
+    found = verified_quantized(engine, bundle, certificate_of(bundle))
+    if record:
+        recorded_here(bundle, found["share"])
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    bar = f"the bar is {found['bar']:.0%}" if found["enforced"] else "random weights: no bar"
+    click.echo(
+        f"{bundle.path}: {found['same_tokens']} of {found['tokens']} tokens ({found['share']:.2%}) and "
+        f"{found['same_sequences']} of {found['sequences']} targets are the reference's ({bar}; "
+        f"{found['recorded_share']:.2%} when it was exported); a row of a batch differs from the row alone by "
+        f"{found['row_difference']:.0e}"
+    )
 
 
 @click.command(
@@ -124,6 +164,20 @@ def agreement_line(agreement: Mapping[str, Any]) -> str:
         f"all logits within {agreement['largest_difference']:.1e} ({agreement['largest_of_bound']:.0%} of the bound), "
         f"smallest margin {agreement['smallest_margin']:.1e}"
     )
+
+
+def gate_line(precision: str, gate: Mapping[str, Any]) -> str:
+    """Return in one line how close a quantized bundle is to the reference."""
+    found, metric = gate["agreement"], gate["metric"]
+    said = (
+        f"{precision}: {found['share']:.2%} of {found['tokens']} tokens and {found['same_sequences']} of "
+        f"{found['sequences']} targets are the reference's"
+    )
+    if metric is not None:
+        said += f", {metric['name']} {metric['quantized']:.2f} (reference {metric['reference']:.2f})"
+    if gate["kept"]:
+        said += f"; kept in a higher precision: {', '.join(gate['kept'])}"
+    return said if gate["enforced"] else f"{said} (random weights: reported, no bar)"
 
 
 def parity_line(parity: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """ONNX Runtime: caches in place, bound once a sentence; a step changes the tokens and one number."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import BoundedSemaphore
 from typing import Any
 
@@ -23,9 +23,13 @@ from fatdeploy.runtimes.ort_sessions import (
     run_failed,
 )
 from fatdeploy.runtimes.output_matrix import stored_output_rows
+from fatdeploy.runtimes.saturation import check_saturation
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 NOTHING = Buffers([])  # what a state has that was given back
+# Keys that one product of an attention adds up at a time: a source of 7 alone is summed in another order than one of 7
+# among longer ones. The 1e-7 between them is noise in fp32, but may become another integer and then much more.
+WHOLE = 4
 
 
 @dataclass
@@ -38,6 +42,7 @@ class OrtState:
     capacity: Capacity
     rows: int
     most_rows: int  # that there ever were
+    source_length: int  # as it was given; the arrays may be padded further
     n_steps: int = 0
     bound: dict[tuple[int, Want], Bound] = field(default_factory=dict)
     released: bool = False
@@ -71,6 +76,7 @@ class OrtEngine:
         self.spec: ModelSpec = bundle.spec
         self.branches = bundle.manifest.dialect == "ort"
         self.pool = BufferPool()
+        check_saturation(self._ort, bundle)
         self._sessions: Sessions | None = opened_sessions(self._ort, bundle, options)
         self._binder = Binder(self._ort, self.spec, branches=self.branches)
         self._memory = [one.name for one in self.spec.encoder_outputs()]
@@ -81,6 +87,9 @@ class OrtEngine:
     def encode(self, source: Tokens, mask: Mask, capacity: Capacity) -> OrtState:
         """Read the source and return a state with one row a source."""
         self.spec.check_source(source, mask)
+        length = source.shape[1]
+        if self._bundle.manifest.quantization is not None:
+            source, mask = _padded_to_whole(source, mask, self.spec)
         encoder = self._open.encoder
         try:
             with self._encoding:
@@ -96,7 +105,7 @@ class OrtEngine:
         positions = capacity.target_positions if self.branches else self.spec.max_target
         rows = len(source)
         buffers = self._zeros(rows * capacity.rows_per_source, positions)
-        return OrtState(self._binder.values(sources), sources, buffers, capacity, rows, rows)
+        return OrtState(self._binder.values(sources), sources, buffers, capacity, rows, rows, length)
 
     def step(self, tokens: Tokens, state: OrtState, want: Want) -> StepOut:
         """Feed tokens [R, t]; nothing is copied but them."""
@@ -191,8 +200,19 @@ class OrtEngine:
         source = state.sources[self.spec.source_mask.name].shape[1]
         sizes = {"rows": state.rows, "step": steps, "source": source}
         bound = self._binder.bound(self._open.decoder, state.held, state.inputs, sizes, want)
+        if bound.out.attention is not None and source > state.source_length:
+            bound.out = replace(bound.out, attention=bound.out.attention[..., : state.source_length])
         state.bound[steps, want] = bound
         return bound
+
+
+def _padded_to_whole(source: Tokens, mask: Mask, spec: ModelSpec) -> tuple[Tokens, Mask]:
+    """Return sources padded to a multiple of WHOLE tokens, or to the longest that there may be."""
+    missing = min(-(-source.shape[1] // WHOLE) * WHOLE, spec.max_source) - source.shape[1]
+    if not missing:
+        return source, mask
+    sides = ((0, 0), (0, missing))
+    return np.pad(source, sides, constant_values=spec.pad_id), np.pad(mask, sides)
 
 
 def _set_aside(state: OrtState) -> None:

@@ -1,10 +1,12 @@
 """The output matrix of a bundle: rows of it are read from the weights file, the rest of which is never touched."""
 
 import math
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from fatdeploy.bundle import OUTPUT_MATRIX_SINCE, WEIGHTS, Bundle
+from fatdeploy.bundle import OUTPUT_MATRIX_SINCE, WEIGHTS, Bundle, OutputMatrix
 from fatdeploy.errors import BundleError, ConfigError
 from fatdeploy.runtimes.engine import Floats, Ids, check_ids
 
@@ -12,29 +14,51 @@ from fatdeploy.runtimes.engine import Floats, Ids, check_ids
 def stored_output_rows(bundle: Bundle, ids: Ids) -> Floats | None:
     """Return the rows of a bundle's output matrix that belong to ids, [n, M]; None if it has none."""
     check_ids(bundle.spec, ids)
-    matrix = _mapped(bundle)
-    return None if matrix is None else np.ascontiguousarray(matrix[ids])
-
-
-def _mapped(bundle: Bundle) -> Floats | None:
-    """Return the output matrix [V, M] as a view of the file."""
-    manifest, spec = bundle.manifest, bundle.spec
+    manifest = bundle.manifest
     if manifest.format < OUTPUT_MATRIX_SINCE:
         raise ConfigError(
             f"{bundle.path} was written before bundles said where their output matrix stands: export it again with "
             "this version: fatdeploy export SOURCE --out DIR --force"
         )
-    found = manifest.output_matrix
-    if found is None or spec.width is None:
+    found, width = manifest.output_matrix, bundle.spec.width
+    if found is None or width is None:
         return None
-    shape = (spec.width, spec.vocab_size) if found.transposed else (spec.vocab_size, spec.width)
-    end = found.offset + math.prod(shape) * np.dtype(found.dtype).itemsize
-    if end > manifest.files[WEIGHTS].size:
+    if found.dtype == "float32":
+        shape = (width, bundle.spec.vocab_size) if found.transposed else (bundle.spec.vocab_size, width)
+        stored = _mapped(bundle, found.offset, "float32", shape)
+        return np.ascontiguousarray((stored.T if found.transposed else stored)[ids])
+    return _restored(bundle, found, ids, width)
+
+
+def _restored(bundle: Bundle, found: OutputMatrix, ids: Ids, width: int) -> Floats:
+    """Return the numbers that rows of integers stand for."""
+    n_rows = bundle.spec.vocab_size
+    n_scales = 1 if found.block_size is None else -(-width // found.block_size)
+    scales = _mapped(bundle, found.scales or 0, "float32", (n_rows, n_scales))[ids]
+    if found.block_size is None:
+        rows: Floats = _mapped(bundle, found.offset, "int8", (n_rows, width))[ids] * scales
+        return rows
+    packed = _mapped(bundle, found.offset, "uint8", (n_rows, n_scales * found.block_size // 2))[ids]
+    values = _unpacked(packed).reshape(len(ids), n_scales, found.block_size).astype(np.float32)
+    zeros: Any = 8
+    if found.zeros is not None:
+        shape = (n_rows, -(-n_scales // 2))
+        zeros = _unpacked(_mapped(bundle, found.zeros, "uint8", shape)[ids])[:, :n_scales, None]
+    return np.ascontiguousarray(((values - zeros) * scales[..., None]).reshape(len(ids), -1)[:, :width])
+
+
+def _unpacked(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return 4-bit numbers that stand two a byte, the first in the low half."""
+    return np.stack([values & 15, values >> 4], -1).reshape(*values.shape[:-1], -1)
+
+
+def _mapped(bundle: Bundle, offset: int, dtype: str, shape: tuple[int, int]) -> NDArray[Any]:
+    """Return an array of the weights file as a view of it."""
+    end, size = offset + math.prod(shape) * np.dtype(dtype).itemsize, bundle.manifest.files[WEIGHTS].size
+    if end > size:
         raise BundleError(
-            f"{bundle.path}: the output matrix must end within {manifest.files[WEIGHTS].size} bytes of {WEIGHTS}, "
+            f"{bundle.path}: the output matrix must end within {size} bytes of {WEIGHTS}, "
             f"the manifest says {end}; export the bundle again"
         )
-    stored = np.memmap(bundle.file(WEIGHTS), found.dtype, "r", found.offset, shape)
     # As a plain array: what is gathered from a memmap is one too, and the file stays open as long as it lives.
-    matrix: Floats = np.asarray(stored.T if found.transposed else stored)
-    return matrix
+    return np.asarray(np.memmap(bundle.file(WEIGHTS), dtype, "r", offset, shape))

@@ -18,6 +18,9 @@ MOST_PHONEMES = 20
 # Words by the order of their hash: these many are tested on, as many validated with, the others trained on.
 APART = 2000
 
+# Words of a part that stand beside the checkpoint: calibration.tsv and probes.tsv.
+QUANTIZATION = {"calibration": ("train", 256), "probes": ("validation", 500)}
+
 Entry = tuple[str, str]
 
 
@@ -43,8 +46,7 @@ def entries_from_text(text: str) -> list[Entry]:
 def parts_of(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
     """Return the entries of test, validation and training; all variants of a word are in one part."""
     entries = list(entries)
-    words = sorted({word for word, _ in entries}, key=lambda word: hashlib.sha1(word.encode()).digest())  # noqa: S324
-    place = {word: index // APART for index, word in enumerate(words)}
+    place = {word: index // APART for index, word in enumerate(_by_hash(entries))}
     parts: dict[str, list[Entry]] = {"test": [], "validation": [], "train": []}
     names = list(parts)
     for entry in entries:
@@ -52,12 +54,27 @@ def parts_of(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
     return parts
 
 
+def quantization_parts(parts: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
+    """Return what a quantization is calibrated with and judged by: the first words, by hash, of training and validation."""
+    return {name: _of_first_words(parts[part], count) for name, (part, count) in QUANTIZATION.items()}
+
+
+def _of_first_words(entries: list[Entry], count: int) -> list[Entry]:
+    first = set(_by_hash(entries)[:count])
+    return [entry for entry in entries if entry[0] in first]
+
+
+def _by_hash(entries: Iterable[Entry]) -> list[str]:
+    return sorted({word for word, _ in entries}, key=lambda word: hashlib.sha1(word.encode()).digest())  # noqa: S324
+
+
 @click.command()
 @click.option("--out", default="build/g2p", show_default=True, type=click.Path(path_type=Path), help="The folder.")
 def main(out: Path) -> None:
-    """Write test.tsv, validation.tsv and train.tsv from the installed dictionary."""
+    """Write test.tsv, validation.tsv and train.tsv from the installed dictionary, and what a quantization needs."""
     out.mkdir(parents=True, exist_ok=True)
-    for name, entries in parts_of(entries_from_text(dictionary_file().read_text(encoding="utf-8"))).items():
+    parts = parts_of(entries_from_text(dictionary_file().read_text(encoding="utf-8")))
+    for name, entries in (parts | quantization_parts(parts)).items():
         (out / f"{name}.tsv").write_text("".join(f"{word}\t{phonemes}\n" for word, phonemes in entries))
         click.echo(f"{out / name}.tsv: {len(entries)} pairs of {len({word for word, _ in entries})} words")
 

@@ -1,0 +1,68 @@
+"""Sources that a quantization is calibrated with and judged by: lines of a file, or random ones of random weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fatdeploy.errors import ConfigError
+from fatdeploy.pairs import error_of_lines, read_sources
+from fatdeploy.runtimes.decode import wrong_source
+from fatdeploy.runtimes.run_options import ids_from_text
+from fatdeploy.runtimes.text import Tokenizer
+from fatdeploy.spec import ModelSpec, Tokens
+
+# Random sources, and how long they are at most: long ones cost much and show nothing new.
+RANDOM, LONGEST_RANDOM = 32, 32
+
+
+@dataclass(frozen=True)
+class Example:
+    """The tokens of a source, and the targets that are accepted for it; none where the file has none."""
+
+    source: Tokens
+    references: tuple[str, ...] = ()
+
+
+def examples_from_file(path: Path, spec: ModelSpec, tokenizer: Tokenizer | None) -> list[Example]:
+    """Return each source of a file once, with all its targets; lines that the model cannot read are told at once."""
+    lines, wrong = read_sources(path), []
+    sources: dict[str, Tokens] = {}
+    targets: dict[str, list[str]] = {}
+    for number, (text, target) in enumerate(lines, 1):
+        if text not in sources:
+            try:
+                ids = _ids(text, tokenizer)
+                reason = wrong_source(ids, spec)
+            except ConfigError as error:
+                reason = str(error)
+            if reason:
+                wrong.append(f"source {reason} at line {number}")
+                continue
+            sources[text] = ids
+        targets.setdefault(text, []).extend([] if target is None else [target])
+    if wrong:
+        raise error_of_lines(path, wrong, f"{len(lines)} lines", "the model must be able to read every source")
+    return [Example(ids, tuple(dict.fromkeys(targets[text]))) for text, ids in sources.items()]
+
+
+def _ids(text: str, tokenizer: Tokenizer | None) -> Tokens:
+    """Return the tokens of a line: of its text or, where there is no tokenizer, the ids that stand there."""
+    if tokenizer is None:
+        return np.array(ids_from_text("source", text), np.int64)
+    return np.asarray(tokenizer.encoded(text).ids, np.int64)
+
+
+def random_examples(spec: ModelSpec, seed: int) -> list[Example]:
+    """Return random sources of random lengths."""
+    draw = np.random.default_rng(seed)
+    special = {spec.pad_id, spec.bos_id, spec.eos_id}
+    ordinary = np.array([token for token in range(spec.vocab_size) if token not in special])
+    lengths = draw.integers(1, min(spec.max_source, LONGEST_RANDOM) + 1, RANDOM)
+    return [Example(draw.choice(ordinary, length)) for length in lengths.tolist()]
+
+
+def all_have_references(examples: Sequence[Example]) -> bool:
+    """Return whether a metric can be measured."""
+    return all(one.references for one in examples)

@@ -1,0 +1,162 @@
+"""The gate: a quantized bundle against the live reference, and which matrices cost it most."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.examples import Example, all_have_references
+from fatdeploy.runtimes.decode import decode, padded
+from fatdeploy.runtimes.engine import Engine, Floats
+from fatdeploy.runtimes.gate import BATCH, Agreement, Material, agreement_of, forced_logits
+from fatdeploy.runtimes.lockstep import margins_of
+from fatdeploy.runtimes.metrics import METRICS
+from fatdeploy.runtimes.options import DecodeOptions
+from fatdeploy.runtimes.text import Tokenizer
+from fatdeploy.spec import ModelSpec
+
+# Steps of random weights that are judged: their targets have no end of their own.
+MOST_STEPS = 64
+HIGHER_IS_BETTER = frozenset({"bleu", "chrf", "exact_match"})
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a quantized bundle must reach: a share of the reference's tokens, and points of the metric at most lost."""
+
+    agreement: float = 0.99
+    points: float = 0.3
+
+
+@dataclass(frozen=True)
+class MetricChange:
+    """A metric of what the reference says, and of what the quantized bundle says."""
+
+    name: str
+    reference: float
+    quantized: float
+
+    @property
+    def lost(self) -> float:
+        """By how many points the quantized bundle is worse."""
+        change = self.quantized - self.reference
+        return -change if self.name in HIGHER_IS_BETTER else change
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What the gate found. Errors of logits are relative to the reference's margin between its two best tokens."""
+
+    agreement: Agreement
+    metric: MetricChange | None
+    median_error: float
+    steps_in_danger: float  # the share whose error is more than half of the margin, so that the token might change
+
+    def passes(self, bar: Bar) -> bool:
+        """Whether the bar is reached."""
+        return self.agreement.share >= bar.agreement and (self.metric is None or self.metric.lost <= bar.points)
+
+    def as_dict(self) -> dict[str, Any]:
+        metric = None if self.metric is None else {**asdict(self.metric), "lost": self.metric.lost}
+        errors = {"median_error_of_margin": self.median_error, "steps_in_danger": self.steps_in_danger}
+        return {"agreement": self.agreement.as_dict(), "metric": metric, **errors}
+
+    def line(self) -> str:
+        """Say it in one line."""
+        found = self.agreement
+        said = (
+            f"{found.share:.2%} of {found.tokens} tokens and {found.same_sequences} of {found.sequences} targets are "
+            "the reference's"
+        )
+        if self.metric is not None:
+            said += f"; {self.metric.name} {self.metric.quantized:.2f} (reference {self.metric.reference:.2f})"
+        return said
+
+
+class Gate:
+    """The reference's targets and logits for some sources, which quantized engines are compared with."""
+
+    def __init__(self, reference: EagerEngine, examples: Sequence[Example], tokenizer: Tokenizer | None) -> None:
+        self._examples, self._tokenizer = examples, tokenizer
+        self.material = material_of(reference, [one.source for one in examples])
+        self._logits = [forced_logits(reference, batch) for batch in self.material.batches()]
+        self._metric = self._metric_name()
+
+    def judged(self, engine: Engine[Any]) -> Judgement:
+        """Return how close an engine comes to the reference."""
+        ratios = np.concatenate(
+            [
+                (np.abs(forced_logits(engine, batch) - logits).max(-1) / _margins(logits))[batch.counts]
+                for batch, logits in zip(self.material.batches(), self._logits, strict=True)
+            ]
+        )
+        return Judgement(
+            agreement=agreement_of(engine, self.material),
+            metric=self._metric_change(engine),
+            median_error=float(np.median(ratios)),
+            steps_in_danger=float((ratios > 0.5).mean()),
+        )
+
+    def error_of(self, engine: Engine[Any]) -> float:
+        """Return the mean square by which logits are off, as a share of the reference's own mean square."""
+        lost = power = 0.0
+        for batch, logits in zip(self.material.batches(), self._logits, strict=True):
+            found = forced_logits(engine, batch)[batch.counts]
+            lost += float(np.square(found - logits[batch.counts], dtype=np.float64).sum())
+            power += float(np.square(logits[batch.counts], dtype=np.float64).sum())
+        return lost / power
+
+    def _metric_name(self) -> str | None:
+        if self._tokenizer is None or not all_have_references(self._examples):
+            return None
+        return "token_error_rate"
+
+    def _metric_change(self, engine: Engine[Any]) -> MetricChange | None:
+        if self._metric is None or self._tokenizer is None:
+            return None
+        references = [one.references for one in self._examples]
+        theirs = [self._tokenizer.text(row) for row in self.material.said(engine.spec)]
+        mine: list[str] = []
+        for batch in self.material.batches():
+            sources = [ids[real] for ids, real in zip(batch.source, batch.mask, strict=True)]
+            mine += [self._tokenizer.text(one.tokens) for one in decode(engine, sources, _options(engine.spec))]
+        metric = METRICS[self._metric]
+        return MetricChange(self._metric, metric(theirs, references).value, metric(mine, references).value)
+
+
+def material_of(reference: EagerEngine, sources: Sequence[Any]) -> Material:
+    """Return the reference's greedy targets of sources, each with its EOS if it came to it."""
+    spec = reference.spec
+    targets: list[list[int]] = []
+    for start in range(0, len(sources), BATCH):
+        for one in decode(reference, sources[start : start + BATCH], _options(spec)):
+            said = list(one.tokens)[::-1] if spec.target_order == "right_to_left" else list(one.tokens)
+            # The length that a head has chosen is no token.
+            ended = one.finish == "eos" and not spec.length_log_probs
+            targets.append([*said, spec.eos_id] if ended else said)
+    source, mask = padded(sources, spec)
+    lengths = np.array([max(1, len(target)) for target in targets])
+    tokens = np.full((len(targets), int(lengths.max())), spec.pad_id)
+    for row, target in zip(tokens, targets, strict=True):
+        row[: len(target)] = target or [spec.eos_id]
+    return Material(source, mask, tokens, lengths)
+
+
+def _options(spec: ModelSpec) -> DecodeOptions:
+    return DecodeOptions() if spec.decoding == "parallel" else DecodeOptions(max_new_tokens=min(MOST_STEPS, spec.max_target))
+
+
+def _margins(logits: Floats) -> Floats:
+    margins: Floats = np.maximum(margins_of(logits), np.finfo(np.float32).tiny)
+    return margins
+
+
+def fewest_kept(names: Sequence[str], passes: Callable[[int], bool]) -> int:
+    """Return how many of the first names must be kept as they are for a test to pass: with one less it does not."""
+    low, high = 0, len(names)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if passes(middle) else (middle + 1, high)
+    return low

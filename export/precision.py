@@ -1,0 +1,283 @@
+"""From fp32 graphs to a quantized bundle: calibration, recipe, integers, and the gate that it must pass."""
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+from fatdeploy.bundle import (
+    DECODER,
+    SATURATION,
+    Bundle,
+    CpuClass,
+    Manifest,
+    OutputMatrix,
+    Quantization,
+    write_manifest,
+)
+from fatdeploy.errors import ConfigError, ParityFailed
+from fatdeploy.export.calibrate import Said, Seen, activations_of
+from fatdeploy.export.contract import Flat
+from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.examples import Example
+from fatdeploy.export.gate import Bar, Gate, Judgement, fewest_kept, material_of
+from fatdeploy.export.graph_files import op_histogram, read_structure
+from fatdeploy.export.integers import Floats, WeightBits, best_range, row_noise
+from fatdeploy.export.matrices import Scope, lookups_of, products_of
+from fatdeploy.export.package import placed_integers, write_graphs
+from fatdeploy.export.quantize import MatrixPrecision, MatrixRecipe, Recipe, quantized
+from fatdeploy.export.saturation import write_saturation_probe
+from fatdeploy.runtimes.gate import check_rows
+from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.runtimes.text import Tokenizer
+from fatdeploy.spec import ModelSpec
+
+Integers = Literal["int8", "int4"]
+Graphs = Mapping[str, Path]
+
+EMBEDDING, OUTPUT = "embedding", "output"
+# Bits of a signed 8-bit weight that may be used: where two products are added in 16 bits, all eight overflow.
+WEIGHT_BITS: dict[CpuClass, WeightBits] = {"any": 7, "x86-avx2": 7, "x86-vnni": 8, "arm64": 8}
+# A range that adds so much noise, and so many times that of a scale for each row, does not serve a matrix.
+MOST_NOISE, MOST_TIMES_ROWS = 1e-3, 10.0
+HIGHER: dict[MatrixPrecision, MatrixPrecision] = {"int4": "int8", "int8": "fp32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What was asked of a quantization; ``of`` are precisions of single matrices, by name or pattern."""
+
+    precision: Integers
+    cpu: CpuClass = "any"
+    of: Mapping[str, MatrixPrecision] = field(default_factory=dict)
+    recover: bool = False
+    bar: Bar = field(default_factory=Bar)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix of one of the graphs: its name, what it is multiplied with, and whether tokens are looked up in it."""
+
+    part: str
+    name: str
+    activation: str
+    tied: bool
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A quantized bundle's judgement, and how each of its matrices is stored."""
+
+    judgement: Judgement
+    quantization: Quantization
+    kept: tuple[str, ...]  # matrices that were kept in a higher precision to pass
+    row_difference: float
+
+
+def matrices_of(graphs: Graphs, spec: ModelSpec) -> list[Matrix]:
+    """Return the matrices of both graphs, in the order in which they are computed."""
+    found = []
+    for part, path in graphs.items():
+        graph = read_structure(path).graph
+        tables = {node.input[0] for scope in Scope(graph).inner() for node in lookups_of(scope, spec.vocab_size)}
+        found += [Matrix(part, one.name, one.activation, one.weight.name in tables) for one in products_of(graph)]
+    return found
+
+
+def precisions_of(matrices: Sequence[Matrix], asked: Asked) -> dict[str, MatrixPrecision]:
+    """Return the precision of every matrix and of the embedding; a name that means nothing is refused."""
+    names = [*(one.name for one in matrices), EMBEDDING]
+    found: dict[str, MatrixPrecision] = dict.fromkeys(names, asked.precision)
+    tied = next((one.name for one in matrices if one.tied), None)
+    said: set[str] = set()
+    unknown = []
+    for pattern, precision in asked.of.items():
+        hit = [name for name in names if fnmatchcase(name, pattern)]
+        if not hit:
+            unknown.append(pattern)
+        found |= dict.fromkeys(hit, precision)
+        said |= set(hit)
+    if unknown:
+        raise ConfigError(
+            f"--precision-of names nothing of this model: {', '.join(unknown)}. There are {', '.join(names)}"
+        )
+    if tied is not None:
+        if EMBEDDING in said and found[EMBEDDING] != found[tied]:
+            raise ConfigError(
+                f"the embedding is the matrix {tied}, which is stored once: give both the same precision, "
+                f"found {found[EMBEDDING]} and {found[tied]}"
+            )
+        found[EMBEDDING] = found[tied]
+    return found
+
+
+class Quantizer:
+    """Makes quantized bundles of one model's simplified graphs, and judges them."""
+
+    def __init__(
+        self,
+        model: Flat,
+        graphs: Graphs,
+        manifest: Manifest,
+        asked: Asked,
+        *,
+        calibration: Sequence[Example],
+        probes: Sequence[Example],
+        tokenizer: Tokenizer | None,
+        stage: Callable[[str], None],
+    ) -> None:
+        self.model, self.graphs, self.manifest, self.asked, self.stage = model, graphs, manifest, asked, stage
+        self.matrices = matrices_of(graphs, model.spec)
+        self.precisions = precisions_of(self.matrices, asked)
+        self._calibration = calibration
+        self._seen: dict[str, dict[str, Seen]] | None = None
+        stage(f"asking the reference about {len(probes)} probes")
+        self.gate = Gate(EagerEngine(model), probes, tokenizer)
+
+    def written(self, folder: Path, *, enforced: bool) -> Judged:
+        """Write graphs, weights and manifest; below the bar it fails with what to keep, or keeps it (``recover``)."""
+        asked, kept = self.asked, ()
+        judged = self._tried(folder, self.precisions)
+        if enforced and not judged.judgement.passes(asked.bar):
+            order = self._by_sensitivity()
+            if not asked.recover:
+                raise ParityFailed(self._refusal(judged.judgement, order))
+            kept, judged = self._recovered(folder, [name for name, _ in order])
+        return replace(judged, kept=tuple(kept), quantization=replace(judged.quantization, enforced=enforced))
+
+    def placed_output(self, matrix: Floats, quantization: Quantization, folder: Path) -> OutputMatrix:
+        """Return where the weights of a folder hold the output matrix [V, M]."""
+        said = next((quantization.matrices[one.name] for one in self.matrices if one.name == OUTPUT), "fp32")
+        precision: MatrixPrecision = "int4" if said == "int4" else "int8" if said.startswith("int8") else "fp32"
+        return placed_integers(matrix, precision, quantization.weight_bits, folder)
+
+    def _tried(self, folder: Path, precisions: Mapping[str, MatrixPrecision]) -> Judged:
+        quantization = self._write(folder, precisions)
+        engine = OrtEngine(_as_bundle(folder, self.manifest, quantization), spinning=False)
+        try:
+            apart = check_rows(engine, self.gate.material, self.asked.precision)
+            return Judged(self.gate.judged(engine), quantization, (), apart)
+        finally:
+            engine.close()
+
+    def _write(self, folder: Path, precisions: Mapping[str, MatrixPrecision]) -> Quantization:
+        """Write the quantized graphs and their weights, and say how."""
+        self.stage("quantizing")
+        recipes = {one.name: self._recipe(one, precisions[one.name]) for one in self.matrices}
+        bits = WEIGHT_BITS[self.asked.cpu]
+        with tempfile.TemporaryDirectory(dir=folder.parent) as work:
+            new = {
+                part: quantized(
+                    path,
+                    Path(work) / part,
+                    Recipe(
+                        {one.name: recipes[one.name] for one in self.matrices if one.part == part},
+                        self.model.spec.vocab_size,
+                        precisions[EMBEDDING],
+                        bits,
+                    ),
+                )
+                for part, path in self.graphs.items()
+            }
+            self.weights = write_graphs(new, folder)
+            self.histograms = {part: op_histogram(path) for part, path in new.items()}
+        write_saturation_probe(folder / SATURATION, bits)
+        said = {name: _described(recipe) for name, recipe in recipes.items()} | {EMBEDDING: precisions[EMBEDDING]}
+        return Quantization(self.asked.cpu, bits, said, enforced=False)
+
+    def _recipe(self, matrix: Matrix, precision: MatrixPrecision) -> MatrixRecipe:
+        if precision != "int8":
+            return MatrixRecipe(precision)
+        values = self._activations()[matrix.part][matrix.activation].values
+        if not values.size:  # a branch that calibration never took
+            return MatrixRecipe("int8", None)
+        chosen, noise = best_range(values)
+        serves = noise <= MOST_NOISE or noise <= MOST_TIMES_ROWS * row_noise(values)
+        return MatrixRecipe("int8", chosen if serves else None)
+
+    def _activations(self) -> dict[str, dict[str, Seen]]:
+        if self._seen is None:
+            self.stage(f"calibrating with {len(self._calibration)} sources")
+            material = material_of(EagerEngine(self.model), [one.source for one in self._calibration])
+            said = [
+                Said(ids[real], tokens[:length])
+                for ids, real, tokens, length in zip(
+                    material.source, material.mask, material.tokens, material.lengths, strict=True
+                )
+            ]
+            self._seen = activations_of(dict(self.graphs), self.model.spec, said)
+        return self._seen
+
+    def _by_sensitivity(self) -> list[tuple[str, float]]:
+        """Return the matrices with the error of logits that each alone brings about, worst first."""
+        units = [one.name for one in self.matrices]
+        found = []
+        for index, name in enumerate(units, 1):
+            self.stage(f"looking at matrix {index} of {len(units)}")
+            alone: dict[str, MatrixPrecision] = dict.fromkeys([*units, EMBEDDING], "fp32")
+            alone[name] = self.precisions[name]
+            if any(one.tied for one in self.matrices if one.name == name):
+                alone[EMBEDDING] = alone[name]
+            if alone[name] != "fp32":
+                found.append((name, self._error(alone)))
+        return sorted(found, key=lambda entry: -entry[1])
+
+    def _error(self, precisions: Mapping[str, MatrixPrecision]) -> float:
+        with tempfile.TemporaryDirectory(dir=self.graphs[DECODER].parent.parent) as folder:
+            stage, self.stage = self.stage, lambda _: None
+            try:
+                quantization = self._write(Path(folder), precisions)
+            finally:
+                self.stage = stage
+            engine = OrtEngine(_as_bundle(Path(folder), self.manifest, quantization), spinning=False)
+            try:
+                return self.gate.error_of(engine)
+            finally:
+                engine.close()
+
+    def _recovered(self, folder: Path, order: Sequence[str]) -> tuple[Sequence[str], Judged]:
+        """Keep the worst matrices in the next higher precision, as few as reach the bar."""
+        tried: dict[int, Judged] = {}
+
+        def passes(count: int) -> bool:
+            tried[count] = self._tried(folder, self._raised(order[:count]))
+            return tried[count].judgement.passes(self.asked.bar)
+
+        count = fewest_kept(order, passes)
+        last = self._tried(folder, self._raised(order[:count]))
+        if not last.judgement.passes(self.asked.bar):
+            raise ParityFailed(
+                f"even with every matrix in a higher precision {last.judgement.line()}: "
+                f"export with --precision {HIGHER[self.asked.precision]}"
+            )
+        return order[:count], last
+
+    def _raised(self, names: Sequence[str]) -> dict[str, MatrixPrecision]:
+        raised = dict(self.precisions)
+        for name in names:
+            raised[name] = HIGHER[raised[name]]
+            if any(one.tied for one in self.matrices if one.name == name):
+                raised[EMBEDDING] = raised[name]
+        return raised
+
+    def _refusal(self, judgement: Judgement, order: Sequence[tuple[str, float]]) -> str:
+        bar = self.asked.bar
+        table = "\n".join(f"  {name:<40} {error:.1e}" for name, error in order)
+        return (
+            f"the gate refuses this {self.asked.precision} bundle: {judgement.line()}; the bar is {bar.agreement:.1%} of "
+            f"tokens and {bar.points} points. Keep the worst matrices in a higher precision (--recover does it, or "
+            f"--precision-of '{order[0][0] if order else 'NAME'}={HIGHER[self.asked.precision]}'), or give better "
+            f"--calibration. Each matrix alone, and the error of logits that it brings, worst first:\n{table}"
+        )
+
+
+def _described(recipe: MatrixRecipe) -> str:
+    if recipe.precision == "int8":
+        return "int8 by row" if recipe.activations is None else "int8 static"
+    return recipe.precision
+
+
+def _as_bundle(folder: Path, manifest: Manifest, quantization: Quantization) -> Bundle:
+    return write_manifest(folder, replace(manifest, quantization=quantization, output_matrix=None))

@@ -1,0 +1,218 @@
+"""How close a quantized bundle is to the reference, on sources that came with it; needs no torch."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fatdeploy.bundle import GATE, PARITY, Bundle, CpuClass, write_manifest
+from fatdeploy.errors import BundleError, ParityFailed
+from fatdeploy.folders import replaced_folder
+from fatdeploy.machine import Machine, this_machine
+from fatdeploy.runtimes.decode import decode
+from fatdeploy.runtimes.engine import Capacity, Engine, Floats, State, Want
+from fatdeploy.runtimes.options import DecodeOptions
+from fatdeploy.spec import Mask, ModelSpec, Tokens
+
+BATCH = 32
+# Sources whose logits in a batch are compared with those that they get alone.
+ALONE = 8
+# How far they may be apart, as a part of the largest logit. Integers are summed exactly; 4-bit blocks are not.
+ROW_BOUNDS = {"int8": 0.0, "int4": 2e-6, "fp16": 2e-3, "bf16": 2e-2}
+
+
+@dataclass(frozen=True)
+class Material:
+    """Sources, and the reference's greedy target of each: EOS is its last token unless the limit came first."""
+
+    source: Tokens  # [n, S]
+    mask: Mask  # [n, S]
+    tokens: Tokens  # [n, T]
+    lengths: NDArray[np.int64]  # [n], how many of the tokens count
+
+    def batches(self, size: int = BATCH) -> Iterator["Material"]:
+        """Yield some rows at a time, with no more padding than they need."""
+        for start in range(0, len(self.source), size):
+            yield self.rows(slice(start, start + size))
+
+    def rows(self, which: slice) -> "Material":
+        """Return some rows, with no more padding than they need."""
+        mask, lengths = self.mask[which], self.lengths[which]
+        width, steps = int(mask.sum(1).max()), int(lengths.max())
+        return Material(self.source[which, :width], mask[:, :width], self.tokens[which, :steps], lengths)
+
+    def said(self, spec: ModelSpec) -> list[list[int]]:
+        """Return what the reference said, in reading order, EOS left out."""
+        kept = [row[:length].tolist() for row, length in zip(self.tokens, self.lengths.tolist(), strict=True)]
+        plain = [row[:-1] if row and row[-1] == spec.eos_id else row for row in kept]
+        return [row[::-1] for row in plain] if spec.target_order == "right_to_left" else plain
+
+    @property
+    def counts(self) -> NDArray[np.bool_]:
+        """Which tokens count, [n, T]."""
+        counts: NDArray[np.bool_] = np.arange(self.tokens.shape[1]) < self.lengths[:, None]
+        return counts
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How often an engine says what the reference says: each step after the reference's own tokens, and by itself."""
+
+    tokens: int
+    same_tokens: int
+    sequences: int
+    same_sequences: int
+
+    @property
+    def share(self) -> float:
+        """The share of steps with the reference's token."""
+        return self.same_tokens / self.tokens
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "share": self.share}
+
+
+def write_material(path: Path, material: Material) -> None:
+    """Write sources and targets as plain arrays."""
+    np.savez(path, allow_pickle=False, **asdict(material))
+
+
+def read_material(bundle: Bundle) -> Material:
+    """Return the sources and targets that a quantized bundle is judged by."""
+    path = bundle.file(GATE)
+    try:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
+            found = Material(**{name: file[name] for name in ("source", "mask", "tokens", "lengths")})
+        if not found.source.shape == found.mask.shape or not len(found.tokens) == len(found.lengths) == len(found.mask):
+            raise ValueError(f"arrays of shapes {found.source.shape}, {found.mask.shape}, {found.tokens.shape}")
+    except Exception as error:  # zip, zlib and numpy each have errors of their own
+        raise BundleError(f"cannot read {path}: {error}; export the bundle again") from error
+    return found
+
+
+def forced_logits(engine: Engine[State], material: Material) -> Floats:
+    """Return the logits [n, T, V] of each step after the reference's own tokens."""
+    read = _read(material, engine.spec)
+    state = engine.encode(material.source, material.mask, Capacity(1, read.shape[1]))
+    try:
+        logits = engine.step(read, state, Want.LOGITS).logits
+        if logits is None:
+            raise ParityFailed("the engine returned no logits although they were wanted")
+        return logits[:, : material.tokens.shape[1]].copy()
+    finally:
+        engine.release(state)
+
+
+def _read(material: Material, spec: ModelSpec) -> Tokens:
+    """Return what the decoder reads to say the targets: BOS and all but the last token, or BOS at every place."""
+    if spec.decoding == "parallel" and spec.length == "eos":
+        return np.full((len(material.tokens), spec.max_target), spec.bos_id)
+    if spec.decoding == "parallel":
+        return np.where(material.counts, spec.bos_id, spec.pad_id)
+    read = np.full_like(material.tokens, spec.bos_id)
+    read[:, 1:] = material.tokens[:, :-1]
+    return read
+
+
+def agreement_of(engine: Engine[State], material: Material) -> Agreement:
+    """Return how far an engine agrees with the reference's targets."""
+    same = sequences = 0
+    for batch in material.batches():
+        same += int(((forced_logits(engine, batch).argmax(-1) == batch.tokens) & batch.counts).sum())
+        sequences += _same_sequences(engine, batch)
+    return Agreement(int(material.lengths.sum()), same, len(material.lengths), sequences)
+
+
+def _same_sequences(engine: Engine[State], batch: Material) -> int:
+    """Return how many sources get the reference's target when the engine goes on from its own tokens."""
+    sources = [ids[real] for ids, real in zip(batch.source, batch.mask, strict=True)]
+    parallel = engine.spec.decoding == "parallel"
+    options = DecodeOptions() if parallel else DecodeOptions(max_new_tokens=batch.tokens.shape[1])
+    found = decode(engine, sources, options)
+    return sum(
+        list(one.tokens) == said for one, said in zip(found, batch.said(engine.spec), strict=True)
+    )
+
+
+def check_rows(engine: Engine[State], material: Material, precision: str) -> float:
+    """Return how far a row of a batch is from the same row alone; more than its precision allows is ParityFailed."""
+    bound, largest = ROW_BOUNDS[precision], 0.0
+    together = material.rows(slice(0, ALONE))
+    logits = forced_logits(engine, together)
+    for row in range(len(together.lengths)):
+        alone = forced_logits(engine, together.rows(slice(row, row + 1)))[0]
+        mine = logits[row, : len(alone)]
+        apart = float(np.abs(alone - mine).max()) / max(1.0, float(np.abs(alone).max()))
+        if not apart <= bound:
+            raise ParityFailed(
+                f"row {row} of a batch of {len(together.lengths)} gets logits that differ from those it gets alone by "
+                f"{apart:.1e} of the largest (bound {bound:.0e} for {precision}): a row depends on its batch"
+            )
+        largest = max(largest, apart)
+    again = forced_logits(engine, together)
+    if again.tobytes() != logits.tobytes():
+        raise ParityFailed("the same batch decoded twice gave two answers: something is kept from the first decode")
+    return largest
+
+
+def certificate_of(bundle: Bundle) -> dict[str, Any]:
+    """Return the certificate of a bundle."""
+    try:
+        certificate = json.loads(bundle.file(PARITY).read_text())
+        if not isinstance(certificate, dict):
+            raise TypeError(f"expected an object, found {type(certificate).__name__}")
+    except (OSError, ValueError, TypeError) as error:
+        raise BundleError(f"{bundle.path / PARITY} cannot be read: {error}; export the bundle again") from error
+    return certificate
+
+
+def recorded_here(bundle: Bundle, share: float) -> None:
+    """Add this machine's kind of CPU to a bundle's certificate, in the place of an earlier entry of the same kind."""
+    certificate, here = certificate_of(bundle), checked_on(share)
+    others = [one for one in certificate.get("checked_on", []) if one.get("cpu_class") != here["cpu_class"]]
+    certificate["checked_on"] = [*others, here]
+    with replaced_folder(bundle.path, force=True) as new:
+        for name in (name for name in bundle.manifest.files if name != PARITY):
+            (new / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(bundle.file(name), new / name)
+        (new / PARITY).write_text(json.dumps(certificate, indent=2, sort_keys=True) + "\n")
+        write_manifest(new, bundle.manifest)
+
+
+def checked_on(share: float) -> dict[str, Any]:
+    """Return the entry of a certificate that says on which kind of CPU a bundle was checked, and what came of it."""
+    machine = this_machine()
+    return {"cpu_class": cpu_class(machine), "machine": machine.as_dict(), "share": share}
+
+
+def cpu_class(machine: Machine) -> CpuClass | None:
+    """Return the class of a machine's CPU, as --cpu names them; None where it is unknown."""
+    if machine.architecture.lower() in ("aarch64", "arm64"):
+        return "arm64"
+    features = machine.features or ()
+    if any("vnni" in feature for feature in features):
+        return "x86-vnni"
+    return "x86-avx2" if "avx2" in features else None
+
+
+def verified_quantized(engine: Engine[State], bundle: Bundle, certificate: dict[str, Any]) -> dict[str, Any]:
+    """Return how close a quantized bundle is to the reference on this machine; below its bar is ParityFailed."""
+    material = read_material(bundle)
+    apart = check_rows(engine, material, bundle.manifest.precision)
+    found = agreement_of(engine, material)
+    try:
+        gate = certificate["gate"]
+        bar, enforced, recorded = float(gate["bar"]), bool(gate["enforced"]), float(gate["agreement"]["share"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise BundleError(f"{bundle.path / PARITY} says nothing of the gate ({error}); export the bundle again") from error
+    if enforced and found.share < bar:
+        raise ParityFailed(
+            f"{found.same_tokens} of {found.tokens} tokens are the reference's here ({found.share:.2%}), the bar is "
+            f"{bar:.0%} and {recorded:.2%} were when it was exported: this CPU computes something else"
+        )
+    return {**found.as_dict(), "recorded_share": recorded, "bar": bar, "enforced": enforced, "row_difference": apart}
