@@ -1,8 +1,9 @@
-"""What activations look like: the fp32 graphs read calibration sources, and the inputs of every matrix are collected."""
+"""What activations look like: the fp32 graphs read calibration sources, and what each matrix multiplies is kept."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
@@ -116,13 +117,13 @@ class _Exposed:
         inputs = {one.name for one in model.graph.input}
         self._given = [name for name in names if name in inputs]
         self._outputs = exposed(model.graph, [name for name in names if name not in inputs])
-        # Beside the weights, which it refers to.
-        looked_at = path.with_name(f"looked-at-{path.name}")
-        write_structure(model, looked_at)
         ort = onnxruntime_module()
         options = ort.SessionOptions()
         options.log_severity_level = 3
-        self._session = ort.InferenceSession(str(looked_at), options, providers=["CPUExecutionProvider"])
+        # Beside the weights, which it refers to.
+        with NamedTemporaryFile(dir=path.parent, suffix=path.suffix) as looked_at:
+            write_structure(model, Path(looked_at.name))
+            self._session = ort.InferenceSession(looked_at.name, options, providers=["CPUExecutionProvider"])
 
     def values(self, feeds: Arrays) -> Arrays:
         """Return the values that were asked for; empty ones of branches that were not taken."""
@@ -144,7 +145,7 @@ def exposed(graph: onnx.GraphProto, names: Sequence[str]) -> dict[str, str]:
 
 def _brought_out(graph: onnx.GraphProto, names: set[str]) -> dict[str, str]:
     """Return under which name of a graph each value of it, or of its branches, can be read."""
-    shown = {}
+    shown: dict[str, str] = {}
     for node in graph.node:
         shown |= {name: name for name in names.intersection(node.output)}
         branches = [one.g for one in node.attribute if one.type == onnx.AttributeProto.GRAPH]

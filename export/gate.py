@@ -145,7 +145,11 @@ def material_of(reference: EagerEngine, sources: Sequence[Any]) -> Material:
 
 
 def _options(spec: ModelSpec) -> DecodeOptions:
-    return DecodeOptions() if spec.decoding == "parallel" else DecodeOptions(max_new_tokens=min(MOST_STEPS, spec.max_target))
+    return (
+        DecodeOptions()
+        if spec.decoding == "parallel"
+        else DecodeOptions(max_new_tokens=min(MOST_STEPS, spec.max_target))
+    )
 
 
 def _margins(logits: Floats) -> Floats:

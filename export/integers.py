@@ -14,8 +14,10 @@ LEVELS = 255
 # Shares of the largest activation that are tried as the end of the range: cutting outliers off may cost less than it
 # gives all others.
 CUTS = tuple(step / 20 for step in range(20, 4, -1))
-# Larger blocks are faster by a tenth at most, but their kernel sums a row in another order in a batch than alone: by 2e-6,
-# which the rounding of the next activations makes 4e-2 (x86 with AVX-512, onnxruntime 1.31).
+# Numbers of an activation that ranges are tried on.
+MOST_TRIED = 2**18
+# Larger blocks are faster by a tenth at most, but their kernel sums a row of a batch in another order than one alone: by
+# 2e-6, which the rounding of the next activations makes 4e-2 (x86 with AVX-512, onnxruntime 1.31).
 BLOCK_SIZES = (16, 32)
 # Of blocks of 4 bits: a smaller block is more exact and larger on disk; it must be this much better to be taken.
 WORTH = 0.9
@@ -70,15 +72,16 @@ def blocks_from_matrix(matrix: Floats, size: int, *, symmetric: bool) -> Blocks:
     n_rows, n_columns = matrix.shape
     filled = np.pad(matrix, ((0, -n_rows % size), (0, 0)))
     blocks = filled.T.reshape(n_columns, -1, size)
+    scales: Floats
+    zeros: Any = 8
     if symmetric:
-        scales = _signed_largest(blocks) / -8  # the larger side has one level more
-        zeros: Any = 8
+        scales = _signed_largest(blocks) / np.float32(-8)  # the larger side has one level more
     else:
         low, high = np.minimum(blocks.min(-1), 0), np.maximum(blocks.max(-1), 0)
-        scales = (high - low) / 15
+        scales = (high - low) / np.float32(15)
         zeros = np.rint(-low / np.where(scales == 0, 1, scales)).astype(np.uint8)[..., None]
-    scales = np.where(np.abs(scales) < np.finfo(np.float32).tiny, 1, scales).astype(np.float32)
-    values = np.clip(np.rint(blocks / scales[..., None]) + zeros, 0, 15).astype(np.uint8)
+    scales = np.where(np.abs(scales) < np.finfo(np.float32).tiny, np.float32(1), scales)
+    values: NDArray[np.uint8] = np.clip(np.rint(blocks / scales[..., None]) + zeros, 0, 15).astype(np.uint8)
     return Blocks(_packed(values), scales, None if symmetric else _packed(zeros[..., 0]), size, n_rows)
 
 
@@ -107,8 +110,7 @@ def _packed(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return 4-bit numbers two a byte along the last axis."""
     if values.shape[-1] % 2:
         values = np.concatenate([values, np.zeros_like(values[..., :1])], -1)
-    packed: NDArray[np.uint8] = values[..., ::2] | values[..., 1::2] << 4
-    return packed
+    return (values[..., ::2] | values[..., 1::2] << 4).astype(np.uint8)
 
 
 def _unpacked(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -141,14 +143,18 @@ def range_from_ends(low: float, high: float) -> Range:
 
 def best_range(values: Floats) -> tuple[Range, float]:
     """Return the range that loses least of some activations, and the noise that it adds as a share of their power."""
-    low, high, power = float(values.min()), float(values.max()), float(np.square(values, dtype=np.float64).sum())
-    best, least = range_from_ends(low, high), np.inf
-    for cut in CUTS:
-        tried = range_from_ends(cut * low, cut * high)
-        lost = float(np.square(tried.restored(values) - values, dtype=np.float64).sum())
+    ends = float(values.min()), float(values.max())
+    # With both ends, whatever is left out: a range that never saw them might cut off what matters.
+    some = np.append(values.ravel()[:: 1 + values.size // MOST_TRIED], np.float32(ends))
+    power = float(np.square(some, dtype=np.float64).sum())
+    best, least = (1.0, 1.0), np.inf
+    for cuts in [(1.0, cut) for cut in CUTS] + [(cut, None) for cut in CUTS]:
+        low, high = cuts[0], best[1] if cuts[1] is None else cuts[1]
+        tried = range_from_ends(low * ends[0], high * ends[1])
+        lost = float(np.square(tried.restored(some) - some, dtype=np.float64).sum())
         if lost < least:
-            best, least = tried, lost
-    return best, least / power if power else 0.0
+            best, least = (low, high), lost
+    return range_from_ends(best[0] * ends[0], best[1] * ends[1]), least / power if power else 0.0
 
 
 def row_noise(rows: Floats) -> float:

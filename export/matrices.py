@@ -1,5 +1,6 @@
-"""The matrices of a graph: products of an activation and a constant matrix, in branches too, named after their module."""
+"""The matrices of a graph: products of an activation and a constant, in branches too, named after their module."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -84,7 +85,7 @@ def _product(scope: Scope, node: onnx.NodeProto) -> Product | None:
         return None
     attributes = {one.name: helper.get_attribute_value(one) for one in node.attribute}
     plain = attributes.get("transA", 0) == 0 and attributes.get("alpha", 1.0) == attributes.get("beta", 1.0) == 1.0
-    if not plain or np.prod(weight.dims) < SMALLEST:
+    if not plain or math.prod(weight.dims) < SMALLEST:
         return None
     return Product(scope, node, weight, bool(attributes.get("transB", 0)))
 
@@ -116,7 +117,7 @@ def _is_table(scope: Scope, node: onnx.NodeProto, n_rows: int) -> bool:
     if table is None or len(table.dims) != 2 or table.data_type != onnx.TensorProto.FLOAT:
         return False
     axis = sum(one.i for one in node.attribute if one.name == "axis")
-    return axis == 0 and table.dims[0] == n_rows and np.prod(table.dims) >= SMALLEST
+    return axis == 0 and int(table.dims[0]) == n_rows and math.prod(table.dims) >= SMALLEST
 
 
 def tensor_from_array(name: str, array: NDArray[np.generic]) -> onnx.TensorProto:

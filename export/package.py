@@ -64,11 +64,13 @@ def _parameters_of(tensor: onnx.TensorProto) -> int:
     """Return how many weights of the model a tensor holds; scales and zeros of integers are none."""
     if not tensor.dims or tensor.name.endswith(BESIDE_INTEGERS):
         return 0
-    each = {onnx.TensorProto.FLOAT: 1, onnx.TensorProto.INT8: 1, onnx.TensorProto.UINT8: 2}
-    return math.prod(tensor.dims) * each.get(tensor.data_type, 0)
+    each: dict[int, int] = {onnx.TensorProto.FLOAT: 1, onnx.TensorProto.INT8: 1, onnx.TensorProto.UINT8: 2}
+    return int(math.prod(tensor.dims)) * each.get(tensor.data_type, 0)
 
 
-def placed_integers(matrix: NDArray[np.float32], precision: MatrixPrecision, bits: WeightBits, folder: Path) -> OutputMatrix:
+def placed_integers(
+    matrix: NDArray[np.float32], precision: MatrixPrecision, bits: WeightBits, folder: Path
+) -> OutputMatrix:
     """Return where the weights hold the output matrix [V, M] as integers; what no graph holds so is added."""
     if precision == "fp32":
         return placed_output_matrix(matrix, folder)

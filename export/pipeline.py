@@ -165,9 +165,7 @@ def _write_quantized(
         "checked_on": [checked_on(judged.judgement.agreement.share)],
     }
     (folder / PARITY).write_text(json.dumps(quantized_certificate, indent=2, sort_keys=True) + "\n")
-    histograms = {
-        part: {**plain.manifest.histograms[part], "quantized": quantizer.histograms[part]} for part in graphs
-    }
+    histograms = {part: {**plain.manifest.histograms[part], "quantized": quantizer.histograms[part]} for part in graphs}
     write_manifest(
         folder,
         replace(
@@ -189,8 +187,8 @@ def _examples(spec: ModelSpec, origin: Origin, dialect: Dialect) -> tuple[list[E
     missing = [name for name, path in files.items() if path is None]
     if missing and not origin.random:
         raise ConfigError(
-            f"a quantization of trained weights needs {' and '.join(missing)}: files with a source a line, or a source, "
-            "TAB and target (a few hundred each, not the same ones)"
+            f"a quantization of trained weights needs {' and '.join(missing)}: files with a source a line, or a "
+            "source, TAB and target (a few hundred each, not the same ones)"
         )
     found = [
         random_examples(spec, seed) if path is None else examples_from_file(path, spec, tokenizer)

@@ -138,7 +138,8 @@ class Quantizer:
 
     def written(self, folder: Path, *, enforced: bool) -> Judged:
         """Write graphs, weights and manifest; below the bar it fails with what to keep, or keeps it (``recover``)."""
-        asked, kept = self.asked, ()
+        asked = self.asked
+        kept: Sequence[str] = ()
         judged = self._tried(folder, self.precisions)
         if enforced and not judged.judgement.passes(asked.bar):
             order = self._by_sensitivity()
@@ -266,8 +267,8 @@ class Quantizer:
         bar = self.asked.bar
         table = "\n".join(f"  {name:<40} {error:.1e}" for name, error in order)
         return (
-            f"the gate refuses this {self.asked.precision} bundle: {judgement.line()}; the bar is {bar.agreement:.1%} of "
-            f"tokens and {bar.points} points. Keep the worst matrices in a higher precision (--recover does it, or "
+            f"the gate refuses this {self.asked.precision} bundle: {judgement.line()}; the bar is {bar.agreement:.1%} "
+            f"of tokens and {bar.points} points. Keep the worst matrices in a higher precision (--recover does it, or "
             f"--precision-of '{order[0][0] if order else 'NAME'}={HIGHER[self.asked.precision]}'), or give better "
             f"--calibration. Each matrix alone, and the error of logits that it brings, worst first:\n{table}"
         )

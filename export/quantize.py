@@ -215,7 +215,7 @@ class _Rewrite:
         )
 
     def _columns(self, product: Product) -> tuple[str, str, list[onnx.NodeProto]]:
-        """Return the names of a matrix [K, N] of bytes and its scales, and the node that turns it round if it is tied."""
+        """Return the names of a matrix [K, N] of bytes and of its scales, and the node that turns a tied one round."""
         stored, name, scope = self._stored(product, "int8"), product.weight.name, product.scope
         if not isinstance(stored, Columns):
             raise ExportFailed(f"{product.name}: another product reads the same matrix with another precision")
@@ -283,8 +283,18 @@ class _Rewrite:
             inputs = [data, ids, self._constant(scope, f"{name}/scales", stored.scales)]
             if stored.zeros is not None:
                 inputs.append(self._constant(scope, f"{name}/zeros", stored.zeros))
-            attributes = {"bits": 4, "block_size": stored.size, "gather_axis": 0, "quantize_axis": 1}
-            nodes = [helper.make_node("GatherBlockQuantized", inputs, [output], domain=CONTRIB, **attributes)]
+            nodes = [
+                helper.make_node(
+                    "GatherBlockQuantized",
+                    inputs,
+                    [output],
+                    domain=CONTRIB,
+                    bits=4,
+                    block_size=stored.size,
+                    gather_axis=0,
+                    quantize_axis=1,
+                )
+            ]
         else:
             scales: Floats = stored.scales[:, None]
             made = [f"{output}/{part}" for part in ("bytes", "numbers", "scale")]

@@ -21,8 +21,13 @@ def model_from_source(source: str, *, licence: str | None = None) -> tuple[nn.Mo
     if folder.is_dir():
         tokenizer = folder / TOKENIZER
         if source == g2p.NAME:
-            files = {"tokenizer": tokenizer, "calibration": g2p.CALIBRATION, "probes": g2p.PROBES}
-            return load_checkpoint(folder), Origin(name=source, licence=licence or g2p.LICENCE, **files)
+            return load_checkpoint(folder), Origin(
+                name=source,
+                licence=licence or g2p.LICENCE,
+                tokenizer=tokenizer,
+                calibration=g2p.CALIBRATION,
+                probes=g2p.PROBES,
+            )
         origin = Origin(name=folder.name, licence=licence, tokenizer=tokenizer if tokenizer.is_file() else None)
         return load_checkpoint(folder), origin
     if is_factory(source):

@@ -41,7 +41,7 @@ def read_pairs(path: Path) -> list[Pair]:
 
 
 def read_sources(path: Path) -> list[tuple[str, str | None]]:
-    """Return the sources of a file, each with its target where the line has one: ``source`` or ``source TAB target``."""
+    """Return the sources of a file, each with its target where the line has one after a TAB."""
     found: list[tuple[str, str | None]] = []
     wrong = []
     lines = _lines(path)
@@ -52,7 +52,9 @@ def read_sources(path: Path) -> list[tuple[str, str | None]]:
         else:
             wrong.append(f"{one[0]} at line {number}{one[1]}")
     if wrong:
-        raise error_of_lines(path, wrong, f"{len(lines)} lines", "a line is a source, or a source, one TAB and a target")
+        raise error_of_lines(
+            path, wrong, f"{len(lines)} lines", "a line is a source, or a source, one TAB and a target"
+        )
     return found
 
 

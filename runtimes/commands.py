@@ -110,7 +110,9 @@ def verify(
         click.echo(f"{bundle} against {against}: {agreement_line(agreement)}")
 
 
-def _verify_quantized(bundle: "Bundle", engine: "OrtEngine", *, as_json: bool, record: bool, against: str | None) -> None:
+def _verify_quantized(
+    bundle: "Bundle", engine: "OrtEngine", *, as_json: bool, record: bool, against: str | None
+) -> None:
     from fatdeploy.runtimes.gate import certificate_of, recorded_here, verified_quantized
 
     if against is not None:

@@ -134,9 +134,7 @@ def _same_sequences(engine: Engine[State], batch: Material) -> int:
     parallel = engine.spec.decoding == "parallel"
     options = DecodeOptions() if parallel else DecodeOptions(max_new_tokens=batch.tokens.shape[1])
     found = decode(engine, sources, options)
-    return sum(
-        list(one.tokens) == said for one, said in zip(found, batch.said(engine.spec), strict=True)
-    )
+    return sum(list(one.tokens) == said for one, said in zip(found, batch.said(engine.spec), strict=True))
 
 
 def check_rows(engine: Engine[State], material: Material, precision: str) -> float:
@@ -209,7 +207,9 @@ def verified_quantized(engine: Engine[State], bundle: Bundle, certificate: dict[
         gate = certificate["gate"]
         bar, enforced, recorded = float(gate["bar"]), bool(gate["enforced"]), float(gate["agreement"]["share"])
     except (KeyError, TypeError, ValueError) as error:
-        raise BundleError(f"{bundle.path / PARITY} says nothing of the gate ({error}); export the bundle again") from error
+        raise BundleError(
+            f"{bundle.path / PARITY} says nothing of the gate ({error}); export the bundle again"
+        ) from error
     if enforced and found.share < bar:
         raise ParityFailed(
             f"{found.same_tokens} of {found.tokens} tokens are the reference's here ({found.share:.2%}), the bar is "

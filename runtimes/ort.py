@@ -80,7 +80,7 @@ class OrtEngine:
         self._sessions: Sessions | None = opened_sessions(self._ort, bundle, options)
         self._binder = Binder(self._ort, self.spec, branches=self.branches)
         self._memory = [one.name for one in self.spec.encoder_outputs()]
-        # onnxruntime keeps the memory of all encodes that ever ran at once, and more than there are cores end no sooner.
+        # onnxruntime keeps the memory of all encodes that ever ran at once; more than there are cores end no sooner.
         self._encoding = BoundedSemaphore(usable_cores())
         self._n_sets = 2 if any(one.kind == "recurrent" for one in self.spec.state) else 1
 

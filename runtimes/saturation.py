@@ -36,7 +36,7 @@ def refuse_overflow(found: NDArray[np.int32], expected: int, bundle: Bundle) -> 
         return
     quantization = bundle.manifest.quantization
     raise BackendUnavailable(
-        f"{bundle.path} has 8-bit weights for CPUs of the class {quantization.cpu if quantization else 'any'}, and this "
-        f"CPU overflows when it adds their products ({int(np.abs(found).min())} for {expected}): its answers would be "
-        "wrong without a word. Export it with --cpu any, which is right everywhere"
+        f"{bundle.path} has 8-bit weights for CPUs of the class {quantization.cpu if quantization else 'any'}, and "
+        f"this CPU overflows when it adds their products ({int(np.abs(found).min())} for {expected}): its answers "
+        "would be wrong without a word. Export it with --cpu any, which is right everywhere"
     )

@@ -55,7 +55,7 @@ def parts_of(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
 
 
 def quantization_parts(parts: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
-    """Return what a quantization is calibrated with and judged by: the first words, by hash, of training and validation."""
+    """Return what a quantization is calibrated with and judged by: the first words, by hash, of two parts."""
     return {name: _of_first_words(parts[part], count) for name, (part, count) in QUANTIZATION.items()}
 
 

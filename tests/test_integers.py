@@ -1,0 +1,131 @@
+"""Quantization by hand: small matrices whose integers can be counted on fingers."""
+
+import numpy as np
+import pytest
+
+from fatdeploy.export.integers import (
+    Range,
+    best_blocks,
+    best_range,
+    blocks_from_matrix,
+    columns_from_matrix,
+    range_from_ends,
+    row_noise,
+)
+
+
+def matrix(*rows: list[float]) -> np.ndarray:
+    return np.array(rows, np.float32)
+
+
+def test_a_column_ends_at_the_end_of_its_range() -> None:
+    found = columns_from_matrix(matrix([6.3, -1], [-3.12, 0.4], [0, 0.25]), 7)
+    np.testing.assert_array_equal(found.values, [[63, -63], [-31, 25], [0, 16]])
+    np.testing.assert_allclose(found.scales, [0.1, 1 / 63], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("bits", "limit"), [(7, 63), (8, 127)])
+def test_no_weight_is_beyond_the_bits_that_are_used(bits: int, limit: int) -> None:
+    drawn = np.random.default_rng(0).standard_normal((50, 20)).astype(np.float32)
+    found = columns_from_matrix(drawn, bits)
+    assert np.abs(found.values.astype(int)).max(0).tolist() == [limit] * 20
+    assert np.abs(found.restored() - drawn).max() <= found.scales.max() / 2 * 1.0001
+
+
+def test_a_column_of_zeros_stays_zero_and_a_zero_row_too() -> None:
+    found = columns_from_matrix(matrix([0, 2], [0, 0], [0, -1]), 8)
+    np.testing.assert_array_equal(found.values, [[0, 127], [0, 0], [0, -64]])
+    assert found.scales.tolist() == [1.0, np.float32(2 / 127)]
+    np.testing.assert_array_equal(found.restored()[:, 0], [0, 0, 0])
+
+
+def test_a_constant_column_is_exact() -> None:
+    found = columns_from_matrix(np.full((9, 3), [0.7, -0.7, 1e-3], np.float32), 7)
+    np.testing.assert_array_equal(found.values, [[63, -63, 63]] * 9)
+    np.testing.assert_allclose(found.restored(), np.full((9, 3), [0.7, -0.7, 1e-3]), rtol=1e-6)
+
+
+def test_an_outlier_costs_its_own_column_alone() -> None:
+    plain = np.random.default_rng(1).standard_normal((64, 2)).astype(np.float32)
+    spoiled = plain.copy()
+    spoiled[3, 0] = 100
+    found = columns_from_matrix(spoiled, 8)
+    np.testing.assert_array_equal(found.values[:, 1], columns_from_matrix(plain, 8).values[:, 1])
+    assert found.values[3, 0] == 127
+    assert np.abs(np.delete(found.values[:, 0], 3)).max() <= 4
+
+
+def test_numbers_too_small_for_a_scale_are_zeros() -> None:
+    found = columns_from_matrix(matrix([1e-44], [-1e-44]), 7)
+    assert found.values.tolist() == [[0], [0]]
+
+
+def test_a_symmetric_block_gives_its_larger_side_the_eighth_level() -> None:
+    column = np.zeros((16, 1), np.float32)
+    column[:3, 0] = [8, -7, 1]
+    found = blocks_from_matrix(column, 16, symmetric=True)
+    assert found.scales.tolist() == [[-1.0]]  # 8 is level 0 of a scale below zero
+    assert found.values[0, 0, :2].tolist() == [0 | 15 << 4, 7 | 8 << 4]
+    assert found.zeros is None
+    np.testing.assert_array_equal(found.restored(), column)
+
+
+def test_a_block_with_a_zero_of_its_own_holds_numbers_of_one_sign_finer() -> None:
+    column = np.linspace(0, 15, 16, dtype=np.float32)[:, None]
+    np.testing.assert_array_equal(blocks_from_matrix(column, 16, symmetric=False).restored(), column)
+    assert np.abs(blocks_from_matrix(column, 16, symmetric=True).restored() - column).max() > 0.4
+    found = best_blocks(column)
+    assert (found.size, found.zeros is None) == (16, False)
+
+
+def test_a_part_of_a_block_is_filled_with_zeros_that_do_not_come_back() -> None:
+    drawn = np.random.default_rng(2).standard_normal((40, 3)).astype(np.float32)
+    found = blocks_from_matrix(drawn, 32, symmetric=False)
+    assert found.values.shape == (3, 2, 16)
+    assert found.scales.shape == (3, 2)
+    assert found.zeros is not None
+    assert found.zeros.shape == (3, 1)
+    assert found.restored().shape == (40, 3)
+    assert np.abs(found.restored() - drawn).max() <= found.scales.max() / 2 * 1.0001
+
+
+def test_a_block_of_zeros_stays_zero() -> None:
+    drawn = np.zeros((32, 2), np.float32)
+    drawn[:, 1] = 3
+    for symmetric in (True, False):
+        np.testing.assert_array_equal(blocks_from_matrix(drawn, 16, symmetric=symmetric).restored(), drawn)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 25.5, Range(float(np.float32(0.1)), 0)),
+        (-12.8, 12.7, Range(float(np.float32(25.5 / 255)), 128)),
+        (-25.5, -1, Range(float(np.float32(0.1)), 255)),
+        (0, 0, Range(1.0, 0)),
+    ],
+)
+def test_a_range_holds_both_ends_and_zero(low: float, high: float, expected: Range) -> None:
+    found = range_from_ends(low, high)
+    assert (round(found.scale, 6), found.zero) == (round(expected.scale, 6), expected.zero)
+    assert found.restored(np.zeros(1, np.float32)).tolist() == [0.0]
+
+
+def test_a_range_cuts_a_lone_outlier_off_and_keeps_common_ends() -> None:
+    common = np.random.default_rng(3).uniform(-1, 1, 200_000).astype(np.float32)
+    whole, noise = best_range(common)
+    assert 254 < 2 / whole.scale < 256
+    assert noise < 2e-5
+    cut, _ = best_range(np.append(common, np.float32(6)))
+    assert cut.scale * 255 == pytest.approx(1 + 0.25 * 6, rel=0.01)  # only the end with the outlier is cut
+    assert cut.zero == round(1 / cut.scale)
+
+
+def test_a_scale_for_each_row_serves_rows_of_different_sizes() -> None:
+    rows = np.random.default_rng(4).standard_normal((100, 64)).astype(np.float32)
+    rows *= np.geomspace(1e-3, 1e3, 100, dtype=np.float32)[:, None]
+    small = rows[:50]
+    assert row_noise(small) < 1e-4
+    chosen, _ = best_range(rows)
+    assert np.square(chosen.restored(small) - small).sum() > 0.9 * np.square(small).sum()
+    assert row_noise(np.zeros((2, 4), np.float32)) == 0.0

@@ -1,0 +1,240 @@
+"""Quantized graphs: what they compute, what they hold, and that no row depends on its batch."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper
+
+from fatdeploy.bundle import DECODER, ENCODER, WEIGHTS, OutputMatrix
+from fatdeploy.errors import ConfigError, ExportFailed, ParityFailed
+from fatdeploy.export.calibrate import exposed
+from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.graph_files import graphs_of, op_histogram, read_structure
+from fatdeploy.export.integers import Range, columns_from_matrix
+from fatdeploy.export.matrices import products_of, tensor_from_array
+from fatdeploy.export.precision import Asked, matrices_of, precisions_of
+from fatdeploy.export.quantize import MatrixRecipe, Recipe, quantized
+from fatdeploy.export.reference.presets import PRESETS
+from fatdeploy.runtimes.gate import agreement_of, check_rows, read_material
+from fatdeploy.runtimes.ort import OrtEngine
+from tests.bundles import bundle_of, model_of
+from tests.quantized import quantized_of, quantizer_of
+
+K, N = 48, 24
+DRAW = np.random.default_rng(5)
+WEIGHT = DRAW.standard_normal((K, N)).astype(np.float32)
+BIAS = DRAW.standard_normal(N).astype(np.float32)
+
+
+def graph_of(nodes: list[onnx.NodeProto], folder: Path, **constants: np.ndarray) -> Path:
+    """Write a graph x [rows, K] -> y with these constants."""
+    graph = helper.make_graph(
+        nodes,
+        "small",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", K])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [tensor_from_array(name, array) for name, array in constants.items()],
+    )
+    path = folder / "small.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path)
+    return path
+
+
+def run(path: Path, x: np.ndarray) -> np.ndarray:
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    found: np.ndarray = session.run(["y"], {"x": x})[0]
+    return found
+
+
+def small_product(folder: Path) -> Path:
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["p"], name="part/p"),
+        helper.make_node("Add", ["p", "b"], ["y"], name="part/y"),
+    ]
+    return graph_of(nodes, folder, w=WEIGHT, b=BIAS)
+
+
+def as_integers(graph: Path, recipe: MatrixRecipe, bits: int = 7) -> Path:
+    (only,) = products_of(read_structure(graph).graph)
+    return quantized(graph, graph.with_name("new.onnx"), Recipe({only.name: recipe}, vocab_size=99, bits=bits))
+
+
+@pytest.mark.parametrize("bits", [7, 8])
+def test_a_static_product_is_exact_integer_arithmetic(tmp_path: Path, bits: int) -> None:
+    chosen, x = Range(0.03, 120), DRAW.standard_normal((5, K)).astype(np.float32)
+    new = as_integers(small_product(tmp_path), MatrixRecipe("int8", chosen), bits)
+    expected = chosen.restored(x).astype(np.float64) @ columns_from_matrix(WEIGHT, bits).restored() + BIAS
+    np.testing.assert_allclose(run(new, x), expected, atol=1e-5)
+    assert op_histogram(new) == {"MatMulIntegerToFloat": 1, "QuantizeLinear": 1}
+
+
+def test_a_product_by_row_gives_every_row_a_scale_of_its_own(tmp_path: Path) -> None:
+    x = DRAW.standard_normal((4, K)).astype(np.float32) * np.array([[1e-3], [1], [50], [0]], np.float32)
+    new = as_integers(small_product(tmp_path), MatrixRecipe("int8"))
+    found, exact = run(new, x), x @ WEIGHT + BIAS
+    sizes = np.abs(x @ WEIGHT).max(1)
+    assert (np.abs(found - exact).max(1) <= 0.03 * sizes + 1e-6).all()
+    np.testing.assert_array_equal(found, np.concatenate([run(new, row[None]) for row in x]))
+
+
+def test_one_scale_for_a_whole_batch_is_caught(tmp_path: Path) -> None:
+    x = np.concatenate([DRAW.standard_normal((3, K)), 20 * DRAW.standard_normal((1, K))]).astype(np.float32)
+    columns = columns_from_matrix(WEIGHT, 7)
+    node = helper.make_node("DynamicQuantizeMatMul", ["x", "w", "s", "", "b"], ["y"], domain="com.microsoft")
+    whole = graph_of([node], tmp_path, w=columns.values, s=columns.scales, b=BIAS)
+    model = onnx.load(whole)
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    onnx.save(model, whole)
+    apart = np.abs(run(whole, x)[:3] - np.concatenate([run(whole, row[None]) for row in x[:3]]))
+    assert apart.max() > 0.1
+
+    class Whole(OrtEngine):
+        """Quantizes what it says with one scale for all of its rows."""
+
+        def step(self, tokens, state, want):
+            out = super().step(tokens, state, want)
+            scale = np.abs(out.logits).max() / 7
+            return replace(out, logits=np.rint(out.logits / scale) * scale)
+
+    bundle = quantized_of("transformer-tiny", "int8")
+    with pytest.raises(ParityFailed, match="a row depends on its batch"):
+        check_rows(Whole(bundle), read_material(bundle), "int8")
+
+
+def test_a_relu_before_integers_without_a_sign_is_left_out(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Relu", ["x"], ["r"], name="part/r"),
+        helper.make_node("MatMul", ["r", "w"], ["y"], name="part/y"),
+    ]
+    graph = graph_of(nodes, tmp_path, w=WEIGHT)
+    x = DRAW.standard_normal((3, K)).astype(np.float32)
+    new = as_integers(graph, MatrixRecipe("int8", Range(0.02, 0)))
+    assert op_histogram(new) == {"MatMulIntegerToFloat": 1, "QuantizeLinear": 1}
+    expected = Range(0.02, 0).restored(np.maximum(x, 0)) @ columns_from_matrix(WEIGHT, 7).restored()
+    np.testing.assert_allclose(run(new, x), expected, atol=1e-5)
+    with_sign = as_integers(graph, MatrixRecipe("int8", Range(0.02, 3)))
+    assert op_histogram(with_sign)["Relu"] == 1
+
+
+def test_matrices_that_stay_are_untouched_and_unknown_ones_refused(tmp_path: Path) -> None:
+    graph, x = small_product(tmp_path), DRAW.standard_normal((3, K)).astype(np.float32)
+    np.testing.assert_array_equal(run(as_integers(graph, MatrixRecipe("fp32")), x), run(graph, x))
+    with pytest.raises(ExportFailed, match=r"small.onnx has no matrices \['other'\], only \['part'\]"):
+        quantized(graph, tmp_path / "new.onnx", Recipe({"other": MatrixRecipe("int8")}, vocab_size=99))
+
+
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"], name="part/y")]
+    graph = graph_of(nodes, tmp_path, w=np.where(WEIGHT > 2, np.nan, WEIGHT).astype(np.float32))
+    with pytest.raises(ExportFailed, match="w has weights that are no numbers"):
+        as_integers(graph, MatrixRecipe("int8", Range(1.0, 0)))
+
+
+def test_values_inside_of_branches_can_be_looked_at(tmp_path: Path) -> None:
+    def branch(name: str, factor: float) -> onnx.GraphProto:
+        return helper.make_graph(
+            [helper.make_node("Mul", ["x", f"{name}/f"], [f"{name}/m"]), helper.make_node("Neg", [f"{name}/m"], [name])],
+            name,
+            [],
+            [helper.make_tensor_value_info(name, TensorProto.FLOAT, None)],
+            [tensor_from_array(f"{name}/f", np.array(factor, np.float32))],
+        )
+
+    node = helper.make_node("If", ["positive"], ["y"], then_branch=branch("up", 2), else_branch=branch("down", 3))
+    before = [
+        helper.make_node("ReduceSum", ["x"], ["sum"], keepdims=0),
+        helper.make_node("Greater", ["sum", "zero"], ["positive"]),
+    ]
+    path = graph_of([*before, node], tmp_path, zero=np.array(0, np.float32))
+    model = onnx.load(path)
+    shown = exposed(model.graph, ["up/m", "down/m", "sum"])
+    onnx.save(model, path)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    for x, up, down in ((1.0, 2.0, None), (-1.0, None, -3.0)):
+        given = np.full((1, K), x, np.float32)
+        found = dict(zip(shown, session.run(list(shown.values()), {"x": given}), strict=True))
+        assert found["sum"] == x * K
+        for name, expected in (("up/m", up), ("down/m", down)):
+            assert found[name].tolist() == ([] if expected is None else [[expected] * K])
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_quantized_preset_says_mostly_what_the_reference_says(preset: str, precision: str) -> None:
+    bundle = quantized_of(f"{preset}-tiny", precision)
+    engine, material = OrtEngine(bundle), read_material(bundle)
+    assert check_rows(engine, material, precision) == 0.0
+    found = agreement_of(engine, material)
+    assert found.tokens == int(material.lengths.sum())
+    # Random weights decide by little: a fifth of 4-bit steps may differ, nearly all of 8-bit ones agree.
+    assert found.share >= (0.9 if precision == "int8" else 0.5)
+    assert agreement_of(EagerEngine(model_of(f"{preset}-tiny")), material).share == 1.0
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_no_matrix_of_a_quantized_preset_is_left_as_floats(preset: str) -> None:
+    bundle = quantized_of(f"{preset}-tiny", "int8")
+    for part in (ENCODER, DECODER):
+        assert products_of(read_structure(bundle.path / part).graph) == []
+    weights, plain = (one.manifest.files[WEIGHTS].size for one in (bundle, bundle_of(f"{preset}-tiny")))
+    assert weights < 0.55 * plain  # tables of positions stay as they are
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_the_tied_matrix_is_stored_once_and_its_rows_can_be_read(precision: str) -> None:
+    bundle = quantized_of("fat-tiny", precision)
+    found = bundle.manifest.output_matrix
+    assert found is not None
+    assert found.dtype == precision
+    places = {
+        entry.value
+        for part in (ENCODER, DECODER)
+        for graph in graphs_of(read_structure(bundle.path / part).graph)
+        for tensor in graph.initializer
+        if tensor.name.startswith("model.inner.output.weight/") and tensor.name.endswith(("/rows", "/blocks"))
+        for entry in tensor.external_data
+        if entry.key == "offset"
+    }
+    assert places == {str(found.offset)}
+    ids = np.array([60, 2, 17])
+    rows, exact = (
+        engine.output_rows(ids) for engine in (OrtEngine(bundle), EagerEngine(model_of("fat-tiny")))
+    )
+    assert np.abs(rows - exact).max() <= np.abs(exact).max() * (0.01 if precision == "int8" else 0.15)
+
+
+def test_records_of_integers_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="integers and nothing else have scales"):
+        OutputMatrix(0, "int8", transposed=False)
+    with pytest.raises(ValueError, match="int4 and nothing else has blocks"):
+        OutputMatrix(0, "int8", transposed=False, scales=8, block_size=32)
+    with pytest.raises(ValueError, match="scales must be 0 or more, found -1"):
+        OutputMatrix(0, "int8", transposed=False, scales=-1)
+
+
+def test_precisions_of_single_matrices_are_chosen_by_pattern() -> None:
+    bundle = bundle_of("transformer-tiny")
+    matrices = matrices_of({part: bundle.path / part for part in (ENCODER, DECODER)}, bundle.spec)
+    assert [one.name for one in matrices if one.tied] == ["output"]
+    asked = Asked(precision="int4", of={"output": "int8", "encoder.layers.0.*": "fp32"})
+    found = precisions_of(matrices, asked)
+    assert (found["output"], found["embedding"]) == ("int8", "int8")
+    assert found["encoder.layers.0.ffn.into"] == "fp32"
+    assert found["encoder.layers.1.ffn.into"] == "int4"
+    with pytest.raises(ConfigError, match=r"names nothing of this model: outptu\. There are encoder\.layers\.0"):
+        precisions_of(matrices, Asked(precision="int8", of={"outptu": "fp32"}))
+    with pytest.raises(ConfigError, match="give both the same precision, found fp32 and int8"):
+        precisions_of(matrices, Asked(precision="int8", of={"embedding": "fp32"}))
+
+
+def test_matrices_can_be_mixed(tmp_path: Path) -> None:
+    quantizer = quantizer_of("transformer-tiny", Asked(precision="int4", of={"output": "int8", "*ffn*": "fp32"}))
+    judged = quantizer.written(tmp_path / "mixed" if (tmp_path / "mixed").mkdir() is None else tmp_path, enforced=False)
+    assert judged.quantization.matrices["output"] == "int8 static"
+    assert judged.quantization.matrices["decoder.layers.0.ffn.out"] == "fp32"
+    assert judged.quantization.matrices["decoder.layers.0.cross.q"] == "int4"
+    assert judged.row_difference == 0.0
