@@ -1,7 +1,7 @@
-"""A reference ``transformer`` as a user's own ``torch.onnx.export``: caches that grow by concatenation, fused attention.
+"""A reference ``transformer`` as a user of ``torch.onnx.export`` would export it: caches grow by concatenation.
 
-None of the exporter's work is in it: two modules, PyTorch's own attention, its default opset and optimiser. The cross
-keys and values come out of the encoder graph, as every guide to such an export says.
+None of our exporter's work is in it: two modules, PyTorch's own attention, default opset and optimiser. Cross keys and
+values come out of the encoder graph.
 """
 
 import json
