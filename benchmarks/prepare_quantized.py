@@ -24,9 +24,10 @@ def prepare_bundle(cache: Cache, precision: str) -> None:
     if precision == FP32:
         prepared_model(cache)
     elif not folder.exists():
-        command = [sys.executable, "-m", "fatdeploy", "export", cache.preset, "--precision", precision, "--out", folder]
+        export = [sys.executable, "-m", "fatdeploy", "export", cache.preset]
+        asked = ["--precision", precision, "--out", str(folder)]
         # What it prints is not our result.
-        run = subprocess.run(command, stdout=sys.stderr, cwd=ROOT, check=False)
+        run = subprocess.run([*export, *asked], stdout=sys.stderr, cwd=ROOT, check=False)
         if run.returncode:
             raise SystemExit(f"there is no {precision} bundle of {cache.preset}; leave it out with --precision")
     found = read_bundle(folder, check_hashes=False).manifest.precision
@@ -57,7 +58,7 @@ def prepare(described: dict[str, Any]) -> dict[str, str]:
     prepare_probes(cache, model, described["batches"], sizes)
     for precision in described["precisions"]:
         prepare_bundle(cache, precision)
-    plain = cache.model("plain", FP32)
+    plain = cache.model("plain")
     if "plain" in described["engines"] and not plain.exists():
         write_growing_caches(model, plain)
     return prepare_ctranslate2(cache, model) if "ctranslate2" in described["engines"] else {}

@@ -8,7 +8,6 @@ interrupted run goes on where it was.
 """
 
 import json
-import sys
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -132,7 +131,7 @@ def _bundles(plan: Plan) -> dict[str, Any]:
     return {precision: {"digest": one.digest, "bytes": one.total_bytes} for precision, one in bundles.items()}
 
 
-def _row(turn: QuantizedTurn, rounds: list[Any], forced: dict[tuple[str, str, int], float]) -> Row:
+def _row(turn: QuantizedTurn, rounds: list[Any], forced: dict[tuple[EngineName, str, int], float]) -> Row:
     phases = [phases for one in rounds for phases in one["phases"]]
     loads = [{"load": one["load"]} for one in rounds if one["load"] is not None]
     prefix = rounds[0]["agreeing_prefix"]
@@ -167,15 +166,6 @@ def _compared(rows: list[Row]) -> list[Row]:
         }
         for row in rows
     ]
-
-
-def target_line(target: dict[str, Any]) -> str:
-    """Return a target in words."""
-    batch = f", batch {target['batch']}" if "batch" in target else ""
-    limit = f"at least {target['at_least']:g}" if "at_least" in target else f"at most {target['at_most']:g}"
-    if target["found"] is None:
-        return f"not measured: {target['target']}{batch} ({limit})"
-    return f"{'met' if target['met'] else 'NOT MET'}: {target['target']}{batch}: {target['found']:.2f} ({limit})"
 
 
 @click.command()
@@ -214,7 +204,7 @@ def main(**options: Any) -> None:
     result = result_from_turns(plan, found)
     write_result(out, {**provenance(PACKAGES), "preset": plan.preset, "compute_types": computed, **result}, kept)
     for target in result["targets"]:
-        click.echo(target_line(target), file=sys.stderr)
+        click.echo(target["said"], err=True)
     click.echo(f"wrote {out}")
 
 

@@ -16,13 +16,11 @@ import numpy as np
 
 from benchmarks.decoders import IMPORTED, Decoder, repeated
 from benchmarks.measuring import Phases
-from benchmarks.turns import FLOAT32, FP32, Cache, Setting, Sizes, loaded_decoder, peak_bytes, resident_bytes
+from benchmarks.turns import EXACT, Cache, Setting, Sizes, loaded_decoder, peak_bytes, resident_bytes
 from fatdeploy.runtimes.verify import Probe, read_probes
 from fatdeploy.spec import Tokens
 
 QuantizedPart = Literal["greedy", "forced"]
-# Precisions whose tokens must be the reference's.
-EXACT = (FP32, FLOAT32)
 BLOCK = 1 << 20
 
 
@@ -42,7 +40,7 @@ def probe_and_model(turn: QuantizedTurn, sizes: Sizes) -> tuple[Probe, Path | No
     """Return the sources of a turn, and what its engine is to load."""
     cache = Cache(Path(sizes.cache), turn.preset)
     [probe] = read_probes(cache.probe(turn.batch, sizes.source, sizes.target))
-    return probe, cache.model(turn.engine, turn.precision)
+    return probe, turn.model(cache)
 
 
 def greedy(turn: QuantizedTurn, sizes: Sizes) -> dict[str, Any]:
@@ -57,13 +55,13 @@ def greedy(turn: QuantizedTurn, sizes: Sizes) -> dict[str, Any]:
     started = time.perf_counter()
     decoder = loaded_decoder(turn, folder, probe)
     load, loaded = time.perf_counter() - started, resident_bytes()
-    checked = [_checked(turn, decoder, probe, target) for target in (sizes.target, 1)]
-    timed = repeated(lambda target: _checked(turn, decoder, probe, target)[0], sizes.target, sizes.repetitions)
+    (_, tokens), _ = (checked(turn, decoder, probe, target) for target in (sizes.target, 1))
+    timed = repeated(lambda target: checked(turn, decoder, probe, target)[0], sizes.target, sizes.repetitions)
     return {
         # Drawing weights is not loading them.
         "load": None if folder is None else load,
         "phases": timed,
-        "agreeing_prefix": agreeing_prefix(checked[0][1], probe.tokens),
+        "agreeing_prefix": agreeing_prefix(tokens, probe.tokens),
         "memory": {
             "after_import_bytes": imported,
             "after_load_bytes": loaded,
@@ -85,7 +83,8 @@ def warmed(folder: Path) -> int:
     return total
 
 
-def _checked(turn: QuantizedTurn, decoder: Decoder, probe: Probe, target: int) -> tuple[Phases, Tokens]:
+def checked(turn: QuantizedTurn, decoder: Decoder, probe: Probe, target: int) -> tuple[Phases, Tokens]:
+    """Return seconds and tokens of a decode; an exact engine's that are not the reference's are an error."""
     phases, tokens = decoder.decoded(target)
     expected = probe.tokens[:, :target]
     if tokens.shape != expected.shape:

@@ -36,7 +36,8 @@ from fatdeploy.spec import Tokens
 Part = Literal["greedy", "positions", "memory", "export"]
 
 # What is computed without quantization, by our name and by CTranslate2's.
-FP32, FLOAT32 = "fp32", "float32"
+FP32, FLOAT32 = EXACT = "fp32", "float32"
+FOLDERS: dict[EngineName, str] = {"fatdeploy": "bundle", "ctranslate2": "ctranslate2", "plain": "growing-caches"}
 NEIGHBOURS = 4  # steps on either side of a position that are timed with it
 
 
@@ -53,23 +54,15 @@ class Cache:
 
     @property
     def bundle(self) -> Path:
-        return self.folder / "bundle"
+        return self.model("fatdeploy")
 
     @property
     def ctranslate2(self) -> Path:
-        return self.folder / "ctranslate2"
+        return self.model("ctranslate2")
 
-    def model(self, engine: EngineName, precision: str) -> Path | None:
-        """Return what an engine loads, in a precision by the engine's own name; the reference loads nothing."""
-        match engine:
-            case "fatdeploy":
-                return self.bundle if precision == FP32 else self.folder / f"bundle-{precision}"
-            case "ctranslate2":
-                return self.ctranslate2 if precision == FLOAT32 else self.folder / f"ctranslate2-{precision}"
-            case "plain":
-                return self.folder / "growing-caches"
-            case "reference":
-                return None
+    def model(self, engine: EngineName, precision: str = FP32) -> Path:
+        """Return the folder that an engine loads; the reference loads none."""
+        return self.folder / (FOLDERS[engine] if precision in EXACT else f"{FOLDERS[engine]}-{precision}")
 
     def probe(self, batch: int, source: int, target: int) -> Path:
         """Sources and the reference's greedy tokens."""
@@ -111,6 +104,10 @@ class Setting:
     threads: int
     workers: int = 1  # of CTranslate2: the batch is split over them
 
+    def model(self, cache: Cache) -> Path | None:
+        """Return the folder that is loaded, if any is."""
+        return cache.model(self.engine, self.precision) if self.engine in FOLDERS else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Turn(Setting):
@@ -123,7 +120,7 @@ def greedy(turn: Turn, sizes: Sizes) -> dict[str, Any]:
     """Return seconds to load, and the phases of each repetition."""
     cache = Cache(Path(sizes.cache), turn.preset)
     [probe] = read_probes(cache.probe(turn.batch, sizes.source, sizes.target))
-    folder = cache.model(turn.engine, turn.precision)
+    folder = turn.model(cache)
     importlib.import_module(IMPORTED[turn.engine])
     started = time.perf_counter()
     decoder = loaded_decoder(turn, folder, probe)
