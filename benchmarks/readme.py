@@ -71,16 +71,17 @@ def quantized_table(result: dict[str, Any]) -> str:
             f"| {row['phases'][STEP]['p50_ms']:.2f} | {shown(times, '.2f')} | {shown(forced, '.1%')} "
             f"| {shown(size and size / 1e6, '.0f')} |"
         )
-    met = [one["met"] for one in result["targets"]]
-    said = [f"{met.count(True)} of {counted(len(met), 'target')} are met", *missed(result["targets"])]
+    said = targets_line(result["targets"])
     measured = f"{where(result, ('onnxruntime', 'ctranslate2', 'torch'))}; source {result['source']} tokens, "
     steps = f"{result['target']} steps; tokens are compared where all before them are the reference's."
-    return "\n".join([*lines, "", f"{'; '.join(said)}.", "", measured + steps])
+    return "\n".join([*lines, "", said, "", measured + steps])
 
 
-def missed(targets: list[dict[str, Any]]) -> list[str]:
-    """Return the targets that are not met, or that nobody measured, in words."""
-    return [one["said"] for one in targets if not one["met"]]
+def targets_line(targets: list[dict[str, Any]]) -> str:
+    """Return how many targets are met, and those that are not."""
+    met = [one["met"] for one in targets]
+    count = f"{met.count(True)} of {counted(len(met), 'target')} are met, {met.count(None)} were not measured"
+    return f"{'; '.join([count, *(one['said'] for one in targets if one['met'] is False)])}."
 
 
 def shown(value: float | None, form: str) -> str:
