@@ -36,6 +36,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.reference_greedy
 	$(BIN)/python -m benchmarks.engines_greedy
 	$(BIN)/python -m benchmarks.engines_greedy --part export --out benchmarks/results/export_time.json
+	$(BIN)/python -m benchmarks.quantized
 	$(BIN)/python -m benchmarks.engines_beam
 	$(BIN)/python -m benchmarks.beam_rows
 	$(BIN)/python -m benchmarks.loop_overhead

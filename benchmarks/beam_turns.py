@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from benchmarks.decoders import IMPORTED, repeated
 from benchmarks.measuring import Phases, timed_search
-from benchmarks.turns import IMPORTED, Cache, peak_bytes, resident_bytes, with_differences
+from benchmarks.turns import Cache, peak_bytes, resident_bytes
 from benchmarks.watched import Watched
 from fatdeploy.bundle import WEIGHTS, read_bundle
 from fatdeploy.runtimes.decode import Decoding
@@ -84,15 +85,8 @@ def beams(turn: BeamTurn, sizes: BeamSizes) -> dict[str, Any]:
     load = time.perf_counter() - started
     for target in (sizes.target, 1):
         _checked(decoder, expected, target, turn.beams)
-    return {"load": load, "phases": _repeated(decoder, expected, sizes)}
-
-
-def _repeated(decoder: BeamDecoder, expected: Expected, sizes: BeamSizes) -> list[Phases]:
-    found = []
-    for _ in range(sizes.repetitions):
-        phases, short = (_checked(decoder, expected, target, 1) for target in (sizes.target, 1))
-        found.append({**phases, "encode_and_first_token": short["end_to_end"]})
-    return with_differences(found, sizes.target)
+    phases = repeated(lambda target: _checked(decoder, expected, target, 1), sizes.target, sizes.repetitions)
+    return {"load": load, "phases": phases}
 
 
 def _checked(decoder: BeamDecoder, expected: Expected, target: int, count: int) -> Phases:

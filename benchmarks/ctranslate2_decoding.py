@@ -14,22 +14,25 @@ NEVER = "never"
 
 
 class Translation:
-    """A model in float32 behind arrays of ids; a batch is split over the workers."""
+    """A model behind arrays of ids, in float32 unless said; a batch is split over the workers."""
 
-    def __init__(self, folder: Path, *, threads: int, workers: int = 1) -> None:
+    def __init__(self, folder: Path, *, threads: int, workers: int = 1, compute_type: str = "float32") -> None:
         self.workers = workers
         self.translator = ctranslate2.Translator(
-            str(folder), compute_type="float32", intra_threads=threads, inter_threads=workers
+            str(folder), compute_type=compute_type, intra_threads=threads, inter_threads=workers
         )
 
     def sources(self, source: Tokens, mask: Mask) -> list[list[str]]:
         """Return right-padded sources as CTranslate2 wants them."""
         return [[str(token) for token in row[real]] for row, real in zip(source, mask, strict=True)]
 
-    def results(self, sources: list[list[str]], target: int, beams: int = 1, hypotheses: int = 1) -> list[Any]:
-        """Return what is decoded in exactly ``target`` steps, the best few of each source."""
+    def results(
+        self, sources: list[list[str]], target: int, beams: int = 1, hypotheses: int = 1, known: Any = None
+    ) -> list[Any]:
+        """Return what is decoded in exactly ``target`` steps, the best few of each source, ``known`` tokens first."""
         found: list[Any] = self.translator.translate_batch(
             sources,
+            known,
             max_batch_size=-(-len(sources) // self.workers),
             beam_size=beams,
             num_hypotheses=hypotheses,
@@ -48,3 +51,11 @@ class Translation:
         """Return the ids of all hypotheses [B, n, T], best first."""
         ids = [[[int(token) for token in tokens] for tokens in one.hypotheses] for one in results]
         return np.array(ids, np.int64)
+
+    def following(self, sources: list[list[str]], tokens: Tokens) -> Tokens:
+        """Return what is said after every part of known targets [B, T]: at each position after all that came before."""
+        said = []
+        for step in range(tokens.shape[1]):
+            known = [[str(token) for token in row[:step]] for row in tokens]
+            said.append(self.tokens(self.results(sources, step + 1, known=known if step else None))[:, step])
+        return np.stack(said, 1)

@@ -18,12 +18,17 @@ from fatdeploy.export.reference.positions import Positions
 from fatdeploy.folders import replaced_folder
 
 
-def write_ctranslate2_model(model: ReferenceModel, folder: Path, *, force: bool = False) -> None:
-    """Write a folder that ``ctranslate2.Translator`` reads; what its specification cannot say is refused."""
+def write_ctranslate2_model(
+    model: ReferenceModel, folder: Path, *, compute_type: str = "float32", force: bool = False
+) -> None:
+    """Write a folder that ``ctranslate2.Translator`` reads, its weights stored as they are computed with.
+
+    What its specification cannot say is refused.
+    """
     _check_expressible(model.config)
     spec = _spec_from_model(model)
     spec.validate()
-    spec.optimize(quantization="float32")
+    spec.optimize(quantization=compute_type)
     with replaced_folder(folder, force=force) as new:
         spec.save(str(new))
 
@@ -117,4 +122,5 @@ def _set_norm(there: Any, residual: Residual) -> None:
 
 
 def _array(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().contiguous().numpy()
+    # A copy: CTranslate2 quantizes in place, and would leave the reference with its integers.
+    return tensor.detach().contiguous().numpy().copy()

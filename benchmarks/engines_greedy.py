@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import click
 
+from benchmarks.decoders import STEP
 from benchmarks.measuring import (
     CACHE,
     MEASURED,
@@ -25,7 +26,7 @@ from benchmarks.measuring import (
     summary,
     write_result,
 )
-from benchmarks.turns import Cache, Part, Sizes, Turn
+from benchmarks.turns import FLOAT32, FP32, Cache, Part, Sizes, Turn
 from fatdeploy.bundle import WEIGHTS, read_bundle
 
 OUT = RESULTS / "engines_greedy.json"
@@ -34,8 +35,6 @@ LARGEST_STEADY_BATCH = 8
 # Of a run that says nothing else; the time of an export has a result of its own.
 PARTS: tuple[Part, ...] = ("greedy", "positions", "memory")
 PACKAGES = ("fatdeploy", "onnxruntime", "ctranslate2", "torch", "numpy")
-# What engines are compared by: the only time of a step that CTranslate2 lets us tell.
-STEP = "per_token_by_difference"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +72,7 @@ class Plan:
         return [
             *(Turn(engine="fatdeploy", threads=threads, **same) for threads in self.threads),
             *(
-                Turn(engine="ctranslate2", threads=threads, workers=count, **same)
+                Turn(engine="ctranslate2", precision=FLOAT32, threads=threads, workers=count, **same)
                 for threads, count in product(self.threads, workers)
             ),
             Turn(engine="reference", threads=max(self.threads), **same),
@@ -98,7 +97,7 @@ def result_from_turns(plan: Plan, found: dict[Turn, list[Any]]) -> dict[str, Any
     """Return all that is written, provenance apart."""
     of = {part: {turn: rounds for turn, rounds in found.items() if turn.part == part} for part in get_args(Part)}
     return {
-        "precision": "fp32",
+        "precision": FP32,
         "threads": plan.threads,
         "source": plan.sizes.source,
         "target": plan.sizes.target,

@@ -18,7 +18,7 @@ import numpy as np
 
 from fatdeploy.machine import this_machine
 from fatdeploy.runtimes.decode import Decoding
-from fatdeploy.runtimes.engine import Capacity, Engine, State, Want
+from fatdeploy.runtimes.engine import Capacity, Engine, State, Stepper, Want
 from fatdeploy.runtimes.hypothesis import Hypothesis
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.spec import Mask, Tokens
@@ -33,7 +33,7 @@ Phases = dict[str, float]  # seconds
 AnyTurn = TypeVar("AnyTurn", bound=Any)  # a frozen dataclass that says which engine does what
 
 
-def timed_decode(engine: Engine[State], source: Tokens, mask: Mask, target: int) -> tuple[Phases, Tokens]:
+def timed_decode(engine: Stepper[State], source: Tokens, mask: Mask, target: int) -> tuple[Phases, Tokens]:
     """Return seconds of each phase and the tokens [B, T]; EOS ends no row, so that every run does the same work."""
     started = time.perf_counter()
     state = engine.encode(source, mask, Capacity(1, target))

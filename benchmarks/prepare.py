@@ -28,6 +28,12 @@ def prepare_greedy(preset: str, batches: list[int], sizes: Sizes) -> None:
     model = prepared_model(cache)
     if not cache.ctranslate2.exists():
         write_ctranslate2_model(model, cache.ctranslate2)
+    prepare_probes(cache, model, batches, sizes)
+
+
+def prepare_probes(cache: Cache, model: ReferenceModel, batches: list[int], sizes: Sizes) -> None:
+    """Write for each batch sources with the reference's tokens."""
+    cache.folder.mkdir(parents=True, exist_ok=True)
     for batch in batches:
         path = cache.probe(batch, sizes.source, sizes.target)
         if not path.exists():

@@ -11,7 +11,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- {block}: generated from benchmarks/results by benchmarks/readme.py -->", "<!-- end of {block} -->"
 
 
-ENGINES = {"fatdeploy": "fatdeploy, ONNX Runtime", "ctranslate2": "CTranslate2", "reference": "PyTorch reference"}
+ENGINES = {
+    "fatdeploy": "fatdeploy, ONNX Runtime",
+    "ctranslate2": "CTranslate2",
+    "plain": "plain `torch.onnx` export",
+    "reference": "PyTorch reference",
+}
 # What engines are compared by; the difference of a long and a short decode, because CTranslate2 tells no more.
 STEP = "per_token_by_difference"
 
@@ -48,6 +53,40 @@ def engines_table(result: dict[str, Any]) -> str:
         )
     machine = machine_line(result, ("onnxruntime", "ctranslate2", "torch"), "")
     return "\n".join([*lines, "", *other_lines(result), machine])
+
+
+def quantized_table(result: dict[str, Any]) -> str:
+    """Return the table of precisions and peers on the same weights, each in its best setting, and the targets."""
+    lines = [
+        f"| batch | engine, `{result['preset']}` (random weights) | ms a step, p50 "
+        "| times faster than CTranslate2's best | the reference's tokens | MB on disk |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result["results"]:
+        if not row["best_setting"]:
+            continue
+        times, forced, size = row["times_faster"][STEP], row["agreement"]["forced"], row["bytes_on_disk"]
+        lines.append(
+            f"| {row['batch']} | {ENGINES[row['engine']]}, {row['precision']}, {setting(row)} "
+            f"| {row['phases'][STEP]['p50_ms']:.2f} | {shown(times, '.2f')} | {shown(forced, '.1%')} "
+            f"| {shown(size and size / 1e6, '.0f')} |"
+        )
+    said = targets_line(result["targets"])
+    measured = f"{where(result, ('onnxruntime', 'ctranslate2', 'torch'))}; source {result['source']} tokens, "
+    steps = f"{result['target']} steps; tokens are compared where all before them are the reference's."
+    return "\n".join([*lines, "", said, "", measured + steps])
+
+
+def targets_line(targets: list[dict[str, Any]]) -> str:
+    """Return how many targets are met, and those that are not."""
+    met = [one["met"] for one in targets]
+    count = f"{met.count(True)} of {counted(len(met), 'target')} are met, {met.count(None)} were not measured"
+    return f"{'; '.join([count, *(one['said'] for one in targets if one['met'] is False)])}."
+
+
+def shown(value: float | None, form: str) -> str:
+    """Return a number, or a dash for one that there is not."""
+    return "–" if value is None else format(value, form)
 
 
 def setting(row: dict[str, Any]) -> str:
@@ -227,7 +266,7 @@ def g2p_lines(result: dict[str, Any]) -> str:
 
 # What stands between each pair of marks, in order. A result that nobody measured yet has no table.
 BLOCKS = {
-    "engines": {"engines_greedy.json": engines_table},
+    "engines": {"engines_greedy.json": engines_table, "quantized.json": quantized_table},
     "g2p": {"g2p.json": g2p_lines},
     "more": {
         "engines_beam.json": beams_table,

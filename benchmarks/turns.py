@@ -16,18 +16,28 @@ from typing import Any, Literal
 import numpy as np
 
 import fatdeploy
-from benchmarks.measuring import Phases, code_digest, timed_decode
+from benchmarks.decoders import (
+    IMPORTED,
+    Decoder,
+    EngineName,
+    Translating,
+    bundle_decoder,
+    plain_decoder,
+    reference_decoder,
+    repeated,
+    timed_steps,
+)
+from benchmarks.measuring import Phases, code_digest
 from fatdeploy.bundle import WEIGHTS, read_bundle
-from fatdeploy.runtimes.engine import Capacity, Want
 from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.runtimes.verify import Probe, read_probes
 from fatdeploy.spec import Tokens
 
 Part = Literal["greedy", "positions", "memory", "export"]
-EngineName = Literal["fatdeploy", "ctranslate2", "reference"]
-# Decodes a number of steps; returns its phases, and the tokens [B, T].
-Decoder = Callable[[int], tuple[Phases, Tokens]]
 
+# What is computed without quantization, by our name and by CTranslate2's.
+FP32, FLOAT32 = EXACT = "fp32", "float32"
+FOLDERS: dict[EngineName, str] = {"fatdeploy": "bundle", "ctranslate2": "ctranslate2", "plain": "growing-caches"}
 NEIGHBOURS = 4  # steps on either side of a position that are timed with it
 
 
@@ -44,11 +54,15 @@ class Cache:
 
     @property
     def bundle(self) -> Path:
-        return self.folder / "bundle"
+        return self.model("fatdeploy")
 
     @property
     def ctranslate2(self) -> Path:
-        return self.folder / "ctranslate2"
+        return self.model("ctranslate2")
+
+    def model(self, engine: EngineName, precision: str = FP32) -> Path:
+        """Return the folder that an engine loads; the reference loads none."""
+        return self.folder / (FOLDERS[engine] if precision in EXACT else f"{FOLDERS[engine]}-{precision}")
 
     def probe(self, batch: int, source: int, target: int) -> Path:
         """Sources and the reference's greedy tokens."""
@@ -71,7 +85,7 @@ class Sizes:
     source: int
     target: int
     repetitions: int
-    positions: tuple[int, int]
+    positions: tuple[int, int] = (10, 400)  # of the part of that name
 
     @property
     def forced_steps(self) -> int:
@@ -80,98 +94,60 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn:
-    """Which engine does what, in which setting."""
+class Setting:
+    """Which engine decodes, and how."""
 
-    part: Part
     preset: str
     engine: EngineName
+    precision: str = FP32  # by the engine's own name for it
     batch: int
     threads: int
     workers: int = 1  # of CTranslate2: the batch is split over them
+
+    def model(self, cache: Cache) -> Path | None:
+        """Return the folder that is loaded, if any is."""
+        return cache.model(self.engine, self.precision) if self.engine in FOLDERS else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn(Setting):
+    """Which engine does what, in which setting."""
+
+    part: Part
 
 
 def greedy(turn: Turn, sizes: Sizes) -> dict[str, Any]:
     """Return seconds to load, and the phases of each repetition."""
     cache = Cache(Path(sizes.cache), turn.preset)
     [probe] = read_probes(cache.probe(turn.batch, sizes.source, sizes.target))
+    folder = turn.model(cache)
     importlib.import_module(IMPORTED[turn.engine])
     started = time.perf_counter()
-    decoder = DECODERS[turn.engine](turn, cache, probe)
+    decoder = loaded_decoder(turn, folder, probe)
     loaded = time.perf_counter()
-    _checked(decoder, probe, sizes.target)
-    _checked(decoder, probe, 1)
-    found = []
-    for _ in range(sizes.repetitions):
-        phases, short = _checked(decoder, probe, sizes.target), _checked(decoder, probe, 1)
-        found.append({**phases, "encode_and_first_token": short["end_to_end"]})
+    for target in (sizes.target, 1):
+        _checked(decoder, probe, target)
+    phases = repeated(lambda target: _checked(decoder, probe, target), sizes.target, sizes.repetitions)
     # Drawing weights is not loading them.
     load = None if turn.engine == "reference" else loaded - started
-    return {"load": load, "phases": with_differences(found, sizes.target)}
+    return {"load": load, "phases": phases}
 
 
 def _checked(decoder: Decoder, probe: Probe, target: int) -> Phases:
-    phases, tokens = decoder(target)
+    phases, tokens = decoder.decoded(target)
     if not np.array_equal(tokens, probe.tokens[:, :target]):
         raise SystemExit("the tokens are not those of the reference: no time was recorded")
     return phases
 
 
-def with_differences(found: list[Phases], target: int) -> list[Phases]:
-    """Add what two decodes tell of an engine that does not show its phases: all engines are compared by these."""
-    # The median, because a slow short decode would make the step of its long one look fast.
-    short = float(np.median([phases["encode_and_first_token"] for phases in found]))
-    steps = [(phases["end_to_end"] - short) / (target - 1) for phases in found]
-    return [
-        {
-            **phases,
-            "per_token_by_difference": step,
-            "encode_by_difference": phases["encode_and_first_token"] - step,
-        }
-        for phases, step in zip(found, steps, strict=True)
-    ]
-
-
-def _fatdeploy_decoder(turn: Turn, cache: Cache, probe: Probe) -> Decoder:
-    engine = OrtEngine(read_bundle(cache.bundle), threads=turn.threads)
-    return lambda target: timed_decode(engine, probe.source, probe.mask, target)
-
-
-def _reference_decoder(turn: Turn, cache: Cache, probe: Probe) -> Decoder:
-    import torch
-
-    from fatdeploy.export.eager import EagerEngine
-    from fatdeploy.export.reference.weights import model_from_preset
-
-    torch.set_num_threads(turn.threads)
-    engine = EagerEngine(model_from_preset(cache.preset))
-    return lambda target: timed_decode(engine, probe.source, probe.mask, target)
-
-
-def _ctranslate2_decoder(turn: Turn, cache: Cache, probe: Probe) -> Decoder:
-    from benchmarks.ctranslate2_decoding import Translation
-
-    translation = Translation(cache.ctranslate2, threads=turn.threads, workers=turn.workers)
-    sources = translation.sources(probe.source, probe.mask)
-
-    def decoder(target: int) -> tuple[Phases, Tokens]:
-        started = time.perf_counter()
-        results = translation.results(sources, target)
-        ended = time.perf_counter()
-        return {"end_to_end": ended - started}, translation.tokens(results)
-
-    return decoder
-
-
-DECODERS: dict[EngineName, Callable[[Turn, Cache, Probe], Decoder]] = {
-    "fatdeploy": _fatdeploy_decoder,
-    "ctranslate2": _ctranslate2_decoder,
-    "reference": _reference_decoder,
-}
-
-
-# Imported before the clock starts: loading a model is what is compared.
-IMPORTED: dict[EngineName, str] = {"fatdeploy": "onnxruntime", "ctranslate2": "ctranslate2", "reference": "torch"}
+def loaded_decoder(setting: Setting, folder: Path | None, probe: Probe) -> Decoder:
+    """Return an engine that has loaded its model."""
+    if folder is None:
+        return reference_decoder(setting.preset, probe, setting.threads)
+    if setting.engine == "ctranslate2":
+        chosen = {"threads": setting.threads, "workers": setting.workers, "compute_type": setting.precision}
+        return Translating(folder, probe, **chosen)
+    return (plain_decoder if setting.engine == "plain" else bundle_decoder)(folder, probe, setting.threads)
 
 
 def positions(turn: Turn, sizes: Sizes) -> list[Phases]:
@@ -190,14 +166,7 @@ def positions(turn: Turn, sizes: Sizes) -> list[Phases]:
 
 def _step_times(engine: OrtEngine, source: Tokens, read: Tokens, expected: Tokens) -> np.ndarray:
     """Return seconds of each step on tokens that are given: which ones it reads may change what a step costs."""
-    state = engine.encode(source, np.ones_like(source, bool), Capacity(1, read.shape[1]))
-    times, found = np.empty(read.shape[1]), np.empty_like(expected)
-    for step in range(read.shape[1]):
-        started = time.perf_counter()
-        logits = engine.step(read[:, step : step + 1], state, Want.LOGITS).logits
-        found[:, step] = logits[:, 0].argmax(-1)
-        times[step] = time.perf_counter() - started
-    engine.release(state)
+    times, found = timed_steps(engine, source, np.ones_like(source, bool), read)
     if not np.array_equal(found, expected):
         raise SystemExit("the tokens are not those of the reference: no time was recorded")
     return times

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from threading import BoundedSemaphore
 from typing import Any
 
@@ -69,8 +70,11 @@ class OrtEngine:
         spinning: bool = True,
         providers: Sequence[Provider] = ("cpu",),
         optimised: bool = True,
+        profile: Path | None = None,
     ) -> None:
-        options = OrtOptions(threads=threads, spinning=spinning, providers=providers, optimised=optimised)
+        options = OrtOptions(
+            threads=threads, spinning=spinning, providers=providers, optimised=optimised, profile=profile
+        )
         self._ort = onnxruntime_module()
         self._bundle = bundle
         self.spec: ModelSpec = bundle.spec

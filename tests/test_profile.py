@@ -1,15 +1,17 @@
-"""What onnxruntime itself says it did: in a step nothing but attention touches anything as large as a cache."""
+"""What onnxruntime itself says it did: nothing but attention touches what is as large as a cache, and what ops cost."""
 
 import json
 import math
+import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
+from click.testing import CliRunner
 
-from fatdeploy.runtimes import ort_sessions
+from benchmarks.profile_step import main, own_times
+from fatdeploy.bundle import DECODER
 from fatdeploy.runtimes.engine import Capacity, Want
 from fatdeploy.runtimes.ort import OrtEngine
 from tests.bundles import bundle_of
@@ -18,29 +20,17 @@ ROWS, CAPACITY, HEADS, WIDTH, STEPS = 3, 200, 2, 16, 10
 CACHE = ROWS * HEADS * CAPACITY * WIDTH  # as many numbers as no weight and no other value of the model has
 
 
-def profiled_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> OrtEngine:
-    """Return an engine like any other, but that its sessions keep a record."""
-    right = ort_sessions._session_options
-
-    def recording(ort: Any, options: ort_sessions.OrtOptions, *, alone: bool) -> Any:
-        chosen = right(ort, options, alone=alone)
-        chosen.enable_profiling = True
-        chosen.profile_file_prefix = str(folder / ("decoder" if alone else "encoder"))
-        return chosen
-
-    monkeypatch.setattr(ort_sessions, "_session_options", recording)
-    return OrtEngine(bundle_of("transformer-tiny"), threads=1)
-
-
-def recorded_ops(engine: OrtEngine) -> list[dict[str, Any]]:
+def recorded_ops(folder: Path) -> list[dict[str, Any]]:
     """Return what was recorded of every op in ten steps."""
+    engine = OrtEngine(bundle_of("transformer-tiny"), threads=1, profile=folder)
     source = np.random.default_rng(0).integers(3, 64, (ROWS, 5))
     state = engine.encode(source, np.ones_like(source, bool), Capacity(1, CAPACITY))
     for step in range(STEPS):
         engine.step(np.full((ROWS, 1), 5 + step), state, Want.LOGITS)
-    assert engine._sessions is not None
-    events = json.loads(Path(engine._sessions.decoder.end_profiling()).read_text())
-    return [event["args"] for event in events if event["cat"] == "Node"]
+    engine.release(state)
+    engine.close()
+    [record] = folder.glob(f"{DECODER}*.json")
+    return [event["args"] for event in json.loads(record.read_text()) if event["cat"] == "Node"]
 
 
 def largest(op: dict[str, Any], kind: str) -> int:
@@ -48,9 +38,9 @@ def largest(op: dict[str, Any], kind: str) -> int:
     return max((math.prod(shape) for one in op[f"{kind}_type_shape"] for shape in one.values()), default=0)
 
 
-def test_only_attention_reads_and_writes_the_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_attention_reads_and_writes_the_caches(tmp_path: Path) -> None:
     sizes: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for op in recorded_ops(profiled_engine(tmp_path, monkeypatch)):
+    for op in recorded_ops(tmp_path):
         sizes[op["op_name"]].append((largest(op, "input"), largest(op, "output")))
     attention = sizes.pop("MultiHeadAttention")
     # Two layers attend to themselves, with caches in and out, and two to the source.
@@ -58,3 +48,31 @@ def test_only_attention_reads_and_writes_the_caches(tmp_path: Path, monkeypatch:
     assert attention.count((CACHE, CACHE)) == 2 * STEPS
     # The largest thing that anything else reads is the table of positions.
     assert max(max(found) for shapes in sizes.values() for found in shapes) == 256 * 32 < CACHE
+
+
+def test_a_branch_costs_what_its_nodes_do_not() -> None:
+    nodes = [{"ts": 12, "dur": 5}, {"ts": 17, "dur": 3}, {"ts": 10, "dur": 20}, {"ts": 30, "dur": 4}]
+    assert [(event["ts"], own) for event, own in own_times(nodes)] == [(10, 12), (12, 5), (17, 3), (30, 4)]
+
+
+def test_a_profile_tells_ops_and_nodes_of_a_step() -> None:
+    run = CliRunner().invoke(
+        main, [str(bundle_of("transformer-tiny").path), "--threads", "1", "--steps", "6", "--json"]
+    )
+    assert run.exit_code == 0, run.output
+    found = json.loads(run.stdout)
+    assert (found["steps"], found["batch"], found["bundle"]) == (6, 1, bundle_of("transformer-tiny").digest)
+    calls = {one["op"]: one["calls"] for one in found["ops"]}
+    assert (calls["MultiHeadAttention"], calls["LayerNormalization"], calls["Gemm"]) == (4, 6, 1)
+    assert sum(one["calls"] for one in found["nodes"]) == sum(calls.values())
+    assert any(one["name"].startswith("decoder.layers.0.attention") for one in found["nodes"])
+
+
+def test_a_profile_is_shown_as_two_tables() -> None:
+    run = CliRunner().invoke(main, [str(bundle_of("transformer-tiny").path), "--steps", "2", "--top", "3"])
+    assert run.exit_code == 0, run.output
+    said, _, ops, *rest = run.stdout.splitlines()
+    assert re.fullmatch(r"[\d.]+ ms a step over 2 steps, [\d.-]+ of it between ops", said)
+    assert ops.split() == ["op", "calls", "ms", "share"]
+    assert rest[rest.index("") + 1].split() == ["node", "op", "ms", "share"]
+    assert len(rest) - rest.index("") == 5

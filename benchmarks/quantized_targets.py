@@ -1,0 +1,118 @@
+"""What quantized bundles must reach against their peers, and whether the rows of a result do."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.decoders import STEP, EngineName
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How many times faster than a peer ours must be, by batch; ratio of medians, each side in its best setting."""
+
+    name: str
+    phase: str
+    precisions: tuple[str, ...]
+    peer: EngineName
+    needed: dict[int, float]
+
+
+INT8 = "int8"  # both ours and CTranslate2's
+SPEEDS = (
+    Speed("int8 step, times faster than CTranslate2's best", STEP, (INT8,), "ctranslate2", {1: 3.0, 8: 2.0, 32: 1.3}),
+    Speed(
+        "best of int8 and int4 step, times faster than CTranslate2's best",
+        STEP,
+        (INT8, "int4"),
+        "ctranslate2",
+        {1: 4.0, 8: 2.0, 32: 1.3},
+    ),
+    Speed("int8 step, times faster than a plain torch.onnx export", STEP, (INT8,), "plain", {1: 4.0, 8: 4.0, 32: 2.5}),
+    Speed(
+        "int8 from source to target, times faster than CTranslate2's best",
+        "end_to_end",
+        (INT8,),
+        "ctranslate2",
+        {1: 2.5, 8: 1.8, 32: 1.25},
+    ),
+)
+MOST_MEGABYTES, MOST_LOAD_SECONDS, MOST_MEMORY = 70.0, 0.5, 1.25
+MEMORY = {"after_load_bytes": "after load", "peak_bytes": "at its peak"}
+
+
+def targets(rows: list[Row]) -> list[dict[str, Any]]:
+    """Return every target, what was found and whether it is met; None where a side of it was not measured."""
+    return [*_speeds(rows), *_bundle_limits(rows), *_memory_limits(rows)]
+
+
+def p50(row: Row, phase: str) -> float:
+    """Return the median of a phase in milliseconds."""
+    return float(row["phases"][phase]["p50_ms"])
+
+
+def fastest(rows: list[Row], phase: str) -> Row | None:
+    """Return the row with the least median of a phase."""
+    return min(rows, key=lambda row: p50(row, phase), default=None)
+
+
+def rows_of(rows: list[Row], engine: EngineName, precisions: tuple[str, ...] = ()) -> list[Row]:
+    """Return the rows of an engine, of all its precisions unless said."""
+    return [row for row in rows if row["engine"] == engine and (not precisions or row["precision"] in precisions)]
+
+
+def with_batch(rows: list[Row], batch: int) -> list[Row]:
+    """Return the rows of a batch."""
+    return [row for row in rows if row["batch"] == batch]
+
+
+def _speeds(rows: list[Row]) -> Iterator[dict[str, Any]]:
+    for speed in SPEEDS:
+        for batch, needed in speed.needed.items():
+            there = with_batch(rows, batch)
+            ours = fastest(rows_of(there, "fatdeploy", speed.precisions), speed.phase)
+            peer = fastest(rows_of(there, speed.peer), speed.phase)
+            found = p50(peer, speed.phase) / p50(ours, speed.phase) if ours and peer else None
+            yield _target(speed.name, found, at_least=needed, batch=batch, ours=_setting(ours), peer=_setting(peer))
+
+
+def _bundle_limits(rows: list[Row]) -> Iterator[dict[str, Any]]:
+    ours = rows_of(rows, "fatdeploy", (INT8,))
+    size = max((row["bytes_on_disk"] / 1e6 for row in ours), default=None)
+    load = max((p50(row, "load") / 1e3 for row in ours), default=None)
+    yield _target("int8 bundle on disk, MB", size, at_most=MOST_MEGABYTES)
+    yield _target("int8 bundle loads with warm files and checked hashes, s", load, at_most=MOST_LOAD_SECONDS)
+
+
+def _memory_limits(rows: list[Row]) -> Iterator[dict[str, Any]]:
+    """Compare our fastest setting with the one of CTranslate2's int8 that takes least."""
+    for batch in sorted({row["batch"] for row in rows}):
+        there = with_batch(rows, batch)
+        ours = fastest(rows_of(there, "fatdeploy", (INT8,)), STEP)
+        for name, when in MEMORY.items():
+            theirs = [row["memory"][name] for row in rows_of(there, "ctranslate2", (INT8,))]
+            found = ours["memory"][name] / min(theirs) if ours and theirs else None
+            said = f"memory of int8 {when}, times that of CTranslate2's int8"
+            yield _target(said, found, at_most=MOST_MEMORY, batch=batch, ours=_setting(ours))
+
+
+def _target(name: str, found: float | None, **rest: Any) -> dict[str, Any]:
+    least, most = rest.get("at_least", -math.inf), rest.get("at_most", math.inf)
+    target = {"target": name, **rest, "found": found, "met": None if found is None else least <= found <= most}
+    return {**target, "said": _said(target)}
+
+
+def _said(target: dict[str, Any]) -> str:
+    """Return a target in words."""
+    batch = f", batch {target['batch']}" if "batch" in target else ""
+    limit = f"at least {target['at_least']:g}" if "at_least" in target else f"at most {target['at_most']:g}"
+    if target["found"] is None:
+        return f"not measured: {target['target']}{batch} ({limit})"
+    return f"{'met' if target['met'] else 'NOT MET'}: {target['target']}{batch}: {target['found']:.2f} ({limit})"
+
+
+def _setting(row: Row | None) -> dict[str, Any] | None:
+    return None if row is None else {name: row[name] for name in ("precision", "threads", "workers")}
