@@ -13,6 +13,7 @@ from fatdeploy.errors import FatdeployError
 # Name of a command -> the module that holds it. Modules are imported when a command is named (or listed), and import
 # torch or onnxruntime only inside a command: the help of a device that has neither is complete and quick.
 COMMANDS = {
+    "bench": "fatdeploy.runtimes.bench_command",
     "demo": "fatdeploy.export.commands",
     "doctor": "fatdeploy.runtimes.commands",
     "eval": "fatdeploy.runtimes.eval_command",

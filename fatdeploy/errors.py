@@ -39,6 +39,10 @@ class ExportFailed(FatdeployError, RuntimeError):
     """A model could not be turned into graphs."""
 
 
+class BenchFailed(FatdeployError, RuntimeError):
+    """A bundle could not be measured."""
+
+
 class ParityFailed(FatdeployError, RuntimeError):
     """A graph gives another answer than the reference."""
 

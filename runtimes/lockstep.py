@@ -134,7 +134,7 @@ def _side_by_side(
     tokens = np.full((len(source), steps if parallel else 1), spec.bos_id)
     try:
         for _ in range(1 if parallel else steps):
-            said = [_logits(engine, tokens, state) for engine, state in zip(engines, states, strict=True)]
+            said = [step_logits(engine, tokens, state) for engine, state in zip(engines, states, strict=True)]
             yield said[0], said[-1]
             tokens = said[0].argmax(-1)
     finally:
@@ -142,7 +142,8 @@ def _side_by_side(
             engine.release(state)
 
 
-def _logits(engine: Stepper[State], tokens: Tokens, state: State) -> Floats:
+def step_logits(engine: Stepper[State], tokens: Tokens, state: State) -> Floats:
+    """Return the logits [R, t, V] of a step."""
     logits = engine.step(tokens, state, Want.LOGITS).logits
     if logits is None:
         raise ParityFailed("the engine returned no logits although they were wanted")

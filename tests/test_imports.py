@@ -122,7 +122,9 @@ main(sys.argv[1:])
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["run", "--help"], ["verify", "--help"], ["eval", "--help"], ["doctor"]], ids=str
+    "arguments",
+    [["--help"], ["run", "--help"], ["verify", "--help"], ["eval", "--help"], ["bench", "--help"], ["doctor"]],
+    ids=str,
 )
 def test_the_help_and_the_doctor_run_where_numpy_cannot_be_imported(arguments: list[str]) -> None:
     run = subprocess.run(

@@ -1,0 +1,136 @@
+"""One turn of a bench, in a process of its own: a bundle is loaded, warmed up, checked, and only then timed.
+
+A line of standard output is a JSON object: ``ticks`` as they are done, then ``result`` or ``error``.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import click
+
+from fatdeploy.bundle import PROBES, Bundle, read_bundle
+from fatdeploy.errors import FatdeployError, ParityFailed
+from fatdeploy.records import RecordReader
+from fatdeploy.runtimes.bench_plan import Setting, Turn
+from fatdeploy.runtimes.bench_timing import (
+    Endless,
+    Times,
+    peak_bytes,
+    random_sources,
+    read_bandwidth,
+    timed_decode,
+)
+from fatdeploy.runtimes.fidelity import Fidelity, token_fidelity
+from fatdeploy.runtimes.options import DecodeOptions
+from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.runtimes.ort_sessions import onnxruntime_module
+from fatdeploy.runtimes.verify import Parity, read_probes, verified
+
+Said = list[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """How right a bundle is on this machine; ``parity`` is the whole proof, where it was repeated."""
+
+    fidelity: Fidelity
+    parity: Parity | None
+
+
+def taken(turn: Turn, tick: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Return all that a turn measures: seconds of loading and of every decode, fidelity, memory, bandwidth."""
+    runtime = onnxruntime_module()  # before the clock starts: loading a bundle is what is measured
+    started = time.perf_counter()
+    bundle = read_bundle(turn.bundle)
+    engine = OrtEngine(bundle, threads=turn.threads, spinning=turn.spinning)
+    load = time.perf_counter() - started
+    said, peaks = {}, {}
+    for setting in turn.settings:  # also the warm-up
+        _, said[setting] = _decode(engine, turn, setting)
+        peaks[setting] = peak_bytes()
+    checked = check(bundle, engine, thorough=turn.thorough)
+    tick()
+    times: dict[Setting, list[Times]] = {setting: [] for setting in turn.settings}
+    for _ in range(turn.repetitions):
+        for setting in turn.settings:
+            times[setting].append(_timed_again(engine, turn, setting, said[setting]))
+        tick()
+    engine.close()  # its threads would read beside ours
+    return {
+        "load": load,
+        "fidelity": checked.fidelity.as_dict(),
+        "parity": None if checked.parity is None else checked.parity.as_dict(),
+        "onnxruntime": runtime.__version__,
+        "bandwidth": read_bandwidth(turn.decoder_bytes, turn.threads),
+        "settings": [
+            {
+                **asdict(setting),
+                "peak_bytes": peaks[setting],
+                "tokens": sum(map(len, said[setting])),
+                "times": [asdict(one) for one in times[setting]],
+            }
+            for setting in turn.settings
+        ],
+    }
+
+
+def check(bundle: Bundle, engine: OrtEngine, *, thorough: bool) -> Checked:
+    """Return how many of the reference's tokens a bundle says here; of fp32 one that differs is ParityFailed."""
+    probes = read_probes(bundle.file(PROBES))
+    exact = bundle.manifest.precision == "fp32"
+    parity = verified(engine, probes) if exact and thorough else None
+    fidelity = token_fidelity(engine, probes)
+    if exact and fidelity.same < fidelity.tokens:
+        raise ParityFailed(
+            f"{bundle.path} says {fidelity.same} of the reference's {fidelity.tokens} tokens, and fp32 must say all: "
+            f"no time was recorded; fatdeploy verify {bundle.path}"
+        )
+    return Checked(fidelity, parity)
+
+
+def _timed_again(engine: OrtEngine, turn: Turn, setting: Setting, expected: Said) -> Times:
+    times, said = _decode(engine, turn, setting)
+    if said != expected:
+        raise ParityFailed(f"the same batch of {setting.batch} decoded twice gave two answers: no time was recorded")
+    return times
+
+
+def _decode(engine: OrtEngine, turn: Turn, setting: Setting) -> tuple[Times, Said]:
+    sources = random_sources(engine.spec, setting.batch, turn.source)
+    options = DecodeOptions(max_new_tokens=turn.target, num_beams=setting.beams)
+    return timed_decode(Endless(engine), sources, options)
+
+
+def turn_from_json(text: str) -> Turn:
+    """Return the turn that the starting process described."""
+    reader = RecordReader()
+    turn = reader.read(Turn, json.loads(text))
+    if turn is None:
+        raise SystemExit(f"no turn of a bench: {'; '.join(reader.reasons)}")
+    return turn
+
+
+def main() -> None:
+    """Do the turn that the argument describes."""
+    turn = turn_from_json(sys.argv[1])
+    try:
+        result = taken(turn, lambda: say({"ticks": 1}))
+    except FatdeployError as error:
+        say({"error": {"kind": type(error).__name__, "message": str(error)}})
+    except KeyboardInterrupt:  # who started this process was interrupted too, and says so
+        raise SystemExit(130) from None
+    else:
+        say({"result": result})
+
+
+def say(message: dict[str, Any]) -> None:
+    """Tell the starting process something."""
+    click.echo(json.dumps(message))
+
+
+if __name__ == "__main__":
+    main()

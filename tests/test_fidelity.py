@@ -1,0 +1,76 @@
+"""Fidelity: counted by hand on an engine whose tokens are written down, and on real bundles."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fatdeploy.bundle import PROBES
+from fatdeploy.errors import ParityFailed
+from fatdeploy.runtimes.engine import StepOut
+from fatdeploy.runtimes.fidelity import Fidelity, token_fidelity
+from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.runtimes.verify import Probe, read_probes
+from tests.bundles import bundle_of
+from tests.scripted import ScriptedEngine
+
+REFERENCE = [[7, 8, 2, 4], [5, 6, 9, 3]]
+
+
+def probe(tokens: list[list[int]], first: int = 5) -> Probe:
+    """Return a batch whose sources are told apart by their first token, from ``first`` up."""
+    rows, steps = np.shape(tokens)
+    source = np.arange(first, first + rows)[:, None]
+    best = np.zeros((rows, steps), np.float32)
+    return Probe(source, np.ones((rows, 1), bool), np.array(tokens), best, np.ones(rows), np.ones(rows))
+
+
+def test_every_token_of_the_reference_is_one_in_agreement() -> None:
+    engine = ScriptedEngine({5: REFERENCE[0], 6: REFERENCE[1]})
+    found = token_fidelity(engine, [probe(REFERENCE)])
+    assert (found, found.share) == (Fidelity(tokens=8, same=8), 1.0)
+    assert engine.released == 1
+
+
+def test_a_wrong_token_counts_once_and_the_next_step_reads_the_references_own() -> None:
+    engine = ScriptedEngine({5: [7, 9, 2, 4], 6: REFERENCE[1]})
+    found = token_fidelity(engine, [probe(REFERENCE)])
+    assert found == Fidelity(tokens=8, same=7)
+    assert found.as_dict() == {"tokens": 8, "same": 7, "share": 0.875}
+    # BOS is 1; the 9 that it said is never read.
+    assert engine.fed == [[[1], [1]], [[7], [5]], [[8], [6]], [[2], [9]]]
+
+
+def test_all_probes_are_counted_together() -> None:
+    engine = ScriptedEngine({5: [7, 8], 6: [3, 3], 8: [4, 4, 4]})
+    found = token_fidelity(engine, [probe([[7, 8], [3, 4]]), probe([[4, 5, 6]], first=8)])
+    assert found == Fidelity(tokens=7, same=4)
+    assert engine.released == 2
+
+
+def test_nothing_compared_is_no_agreement() -> None:
+    assert token_fidelity(ScriptedEngine({}), []) == Fidelity(0, 0)
+    assert Fidelity(0, 0).share == 0.0
+
+
+class Silent(ScriptedEngine):
+    def step(self, *_: object) -> StepOut:
+        return StepOut()
+
+
+def test_an_engine_without_logits_is_refused_and_its_state_given_back() -> None:
+    engine = Silent({5: [7]})
+    with pytest.raises(ParityFailed, match="the engine returned no logits"):
+        token_fidelity(engine, [probe([[7]])])
+    assert engine.released == 1
+
+
+@pytest.mark.parametrize("preset", ["transformer-tiny", "fat-tiny", "transformer-nat-tiny"])
+def test_bundles_say_all_tokens_of_their_probes_and_one_less_of_changed_ones(preset: str) -> None:
+    bundle = bundle_of(preset)
+    engine, probes = OrtEngine(bundle, threads=1), read_probes(bundle.file(PROBES))
+    assert token_fidelity(engine, probes) == Fidelity(832, 832)
+    # The last one, which nothing reads.
+    tokens = probes[1].tokens.copy()
+    tokens[2, -1] = (tokens[2, -1] + 1) % 64
+    assert token_fidelity(engine, [probes[0], replace(probes[1], tokens=tokens)]) == Fidelity(4 * 48, 4 * 48 - 1)
