@@ -16,6 +16,7 @@ from fatdeploy.folders import replaced_folder
 from fatdeploy.machine import Machine, this_machine
 from fatdeploy.runtimes.decode import decode
 from fatdeploy.runtimes.engine import Capacity, Engine, Floats, State, Want
+from fatdeploy.runtimes.fidelity import Fidelity
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
@@ -121,11 +122,18 @@ def _read(material: Material, spec: ModelSpec) -> Tokens:
 
 def agreement_of(engine: Engine[State], material: Material) -> Agreement:
     """Return how far an engine agrees with the reference's targets."""
-    same = sequences = 0
-    for batch in material.batches():
-        same += int(((forced_logits(engine, batch).argmax(-1) == batch.tokens) & batch.counts).sum())
-        sequences += _same_sequences(engine, batch)
-    return Agreement(int(material.lengths.sum()), same, len(material.lengths), sequences)
+    sequences = sum(_same_sequences(engine, batch) for batch in material.batches())
+    forced = forced_fidelity(engine, material)
+    return Agreement(forced.tokens, forced.same, len(material.lengths), sequences)
+
+
+def forced_fidelity(engine: Engine[State], material: Material) -> Fidelity:
+    """Return how often an engine's token is the reference's after the reference's own tokens."""
+    same = sum(
+        int(((forced_logits(engine, batch).argmax(-1) == batch.tokens) & batch.counts).sum())
+        for batch in material.batches()
+    )
+    return Fidelity(int(material.lengths.sum()), same)
 
 
 def _same_sequences(engine: Engine[State], batch: Material) -> int:

@@ -43,7 +43,13 @@ def quantized_of(preset: str, precision: str) -> Bundle:
         matrix = quantizer.model.output_matrix().detach().numpy()
         placed = quantizer.placed_output(matrix, judged.quantization, folder)
         write_manifest(
-            folder, replace(quantizer.manifest, quantization=judged.quantization, output_matrix=placed)
+            folder,
+            replace(
+                quantizer.manifest,
+                quantization=judged.quantization,
+                output_matrix=placed,
+                weights=quantizer.weights,
+            ),
         )
 
     return shared_bundle(f"{preset}-{precision}", write)
