@@ -16,8 +16,8 @@ LEVELS = 255
 CUTS = tuple(step / 20 for step in range(20, 4, -1))
 # Numbers of an activation that ranges are tried on.
 MOST_TRIED = 2**18
-# Larger blocks are faster by a tenth at most, but their kernel sums a row of a batch in another order than one alone: by
-# 2e-6, which the rounding of the next activations makes 4e-2 (x86 with AVX-512, onnxruntime 1.31).
+# Larger blocks are faster by a tenth at most, but their kernel sums a row of a batch in another order than one alone:
+# by 2e-6, which the rounding of the next activations makes 4e-2 (x86 with AVX-512, onnxruntime 1.31).
 BLOCK_SIZES = (16, 32)
 # Of blocks of 4 bits: a smaller block is more exact and larger on disk; it must be this much better to be taken.
 WORTH = 0.9

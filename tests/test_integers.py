@@ -117,7 +117,7 @@ def test_a_range_cuts_a_lone_outlier_off_and_keeps_common_ends() -> None:
     assert 254 < 2 / whole.scale < 256
     assert noise < 2e-5
     cut, _ = best_range(np.append(common, np.float32(2)))
-    assert cut.scale * 255 == pytest.approx(2, abs=0.15)  # the outlier is cut off, the other end is not
+    assert 2.2 < cut.scale * 255 < 2.9  # the end with the outlier is cut, the other one is not
     assert cut.zero == round(1 / cut.scale)
 
 
