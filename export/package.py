@@ -5,9 +5,8 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-import numpy as np
 import onnx
 from numpy.typing import NDArray
 
@@ -26,6 +25,8 @@ from fatdeploy.export.trace import INNER
 
 # Vector loads want 64 bytes; a page is not needed, onnxruntime aligns its mapping itself.
 ALIGNMENT = 64
+# The types that weights may have.
+NUMBERS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
 
 
 def write_graphs(graphs: Mapping[str, Path], folder: Path) -> dict[str, WeightGroup]:
@@ -43,7 +44,7 @@ def write_graphs(graphs: Mapping[str, Path], folder: Path) -> dict[str, WeightGr
             for tensor in (one for part in graphs_of(graph.graph) for one in part.initializer):
                 data = tensor_data(tensor, path.parent)
                 key = hashlib.sha256(data).hexdigest(), len(data)
-                if key not in counted and tensor.dims and tensor.data_type == onnx.TensorProto.FLOAT:
+                if key not in counted and tensor.dims and tensor.data_type in NUMBERS:
                     counted.add(key)
                     part = parts.get(tensor.name, "")
                     groups[part] = _grown(groups.get(part), math.prod(tensor.dims), len(data))
@@ -58,19 +59,20 @@ def write_graphs(graphs: Mapping[str, Path], folder: Path) -> dict[str, WeightGr
     return dict(sorted(groups.items()))
 
 
-def placed_output_matrix(matrix: NDArray[np.float32], folder: Path) -> OutputMatrix:
-    """Return where the weights hold the output matrix [V, M]; it is added if no graph reads it as it is.
+def placed_output_matrix(matrix: NDArray[Any], folder: Path) -> OutputMatrix:
+    """Return where the weights hold the output matrix [V, M], of any type; it is added if no graph reads it as it is.
 
     It is known by its content: a graph may share it with an embedding, or read its transpose.
     """
+    dtype: Any = matrix.dtype.name
     tensors = [one for part in graphs_of(read_structure(folder / DECODER).graph) for one in part.initializer]
     for transposed, wanted in enumerate((matrix, matrix.T)):
         for tensor in tensors:
             outside = tensor.data_location == onnx.TensorProto.EXTERNAL and tuple(tensor.dims) == wanted.shape
             if outside and tensor_data(tensor, folder) == wanted.tobytes():
-                return OutputMatrix(place_of(tensor).offset, "float32", bool(transposed))
+                return OutputMatrix(place_of(tensor).offset, dtype, bool(transposed))
     with (folder / WEIGHTS).open("ab") as weights:
-        return OutputMatrix(_appended(weights, matrix.tobytes()), "float32", transposed=False)
+        return OutputMatrix(_appended(weights, matrix.tobytes()), dtype, transposed=False)
 
 
 def _appended(weights: BinaryIO, data: bytes) -> int:

@@ -1,4 +1,4 @@
-"""The way from a reference model to a bundle: trace, simplify, package, certify."""
+"""The way from a reference model to a bundle: trace, simplify, halve, package, certify."""
 
 import hashlib
 import json
@@ -22,16 +22,19 @@ from fatdeploy.bundle import (
     Bundle,
     Dialect,
     Manifest,
+    Precision,
     Provenance,
     read_bundle,
     write_manifest,
 )
 from fatdeploy.errors import BundleError, CheckpointError
 from fatdeploy.export.certify import certified, drawn_probes
+from fatdeploy.export.certify_half import certified_half
 from fatdeploy.export.contract import Choices, Flat, flat_model
 from fatdeploy.export.dialects import OPSET
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.graph_files import op_histogram
+from fatdeploy.export.half import check_half, half_array, halved
 from fatdeploy.export.package import placed_output_matrix, write_graphs
 from fatdeploy.export.reference.checkpoint import stored_tensors
 from fatdeploy.export.simplify import Arrays, simplified
@@ -56,6 +59,7 @@ class Origin:
     name: str
     licence: str | None = None
     tokenizer: Path | None = None
+    trained: bool = False  # random weights decide by little, and half precision may decide otherwise
 
 
 def write_bundle(
@@ -64,6 +68,7 @@ def write_bundle(
     *,
     origin: Origin,
     dialect: Dialect = "ort",
+    precision: Precision = "fp32",
     choices: Choices | None = None,
     force: bool = False,
     stage: Callable[[str], None] = log.info,
@@ -73,26 +78,40 @@ def write_bundle(
     ``stage`` is told what begins.
     """
     flat = flat_model(model, choices)
+    half = check_half(precision, dialect)
     if origin.tokenizer is not None:
         _check_tokenizer(origin.tokenizer, flat.spec)
     with replaced_folder(folder, force=force) as new, _folder_beside(new) as work:
         traced, graphs = _written_graphs(flat, dialect, work, stage)
+        spec, stages = flat.spec, {"traced": traced, "simplified": graphs}
+        if half is not None:
+            stage(f"turning the graphs into {half}")
+            spec, graphs = halved(spec, graphs, half)
+            stages["half"] = graphs
         weights = write_graphs(graphs, new)
         matrix = flat.output_matrix()
-        output_matrix = None if matrix is None else placed_output_matrix(matrix.detach().numpy(), new)
+        stored = None if matrix is None else half_array(matrix.detach().numpy(), half)
+        output_matrix = None if stored is None else placed_output_matrix(stored, new)
         if origin.tokenizer is not None:
             shutil.copyfile(origin.tokenizer, new / TOKENIZER)
         stage("drawing probes from the reference")
         probes = drawn_probes(EagerEngine(flat))
         write_probes(new / PROBES, probes)
-        histograms = {
-            part: {"traced": op_histogram(traced[part]), "simplified": op_histogram(graphs[part])} for part in graphs
-        }
+        histograms = {part: {name: op_histogram(written[part]) for name, written in stages.items()} for part in graphs}
         manifest = replace(
-            _manifest(flat, origin, dialect), histograms=histograms, weights=weights, output_matrix=output_matrix
+            _manifest(flat, origin, dialect),
+            spec=spec,
+            precision=precision,
+            histograms=histograms,
+            weights=weights,
+            output_matrix=output_matrix,
         )
         stage("comparing the graphs with the reference")
-        certificate = certified(flat, write_manifest(new, manifest), probes, traced, graphs)
+        bundle = write_manifest(new, manifest)
+        if half is None:
+            certificate = certified(flat, bundle, probes, traced, graphs)
+        else:
+            certificate = certified_half(flat, bundle, probes, graphs, trained=origin.trained)
         (new / PARITY).write_text(json.dumps(certificate, indent=2, sort_keys=True) + "\n")
         write_manifest(new, manifest)
     return read_bundle(folder)

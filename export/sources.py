@@ -21,12 +21,16 @@ def model_from_source(source: str, *, licence: str | None = None) -> tuple[nn.Mo
     if folder.is_dir():
         tokenizer = folder / TOKENIZER
         if source == g2p.NAME:
-            return load_checkpoint(folder), Origin(name=source, licence=licence or g2p.LICENCE, tokenizer=tokenizer)
-        origin = Origin(name=folder.name, licence=licence, tokenizer=tokenizer if tokenizer.is_file() else None)
+            return load_checkpoint(folder), _trained(source, licence or g2p.LICENCE, tokenizer)
+        origin = _trained(folder.name, licence, tokenizer if tokenizer.is_file() else None)
         return load_checkpoint(folder), origin
     if is_factory(source):
-        return model_from_factory(source), Origin(name=source, licence=licence)
+        return model_from_factory(source), _trained(source, licence, None)
     raise ConfigError(
         f"{source} is neither {g2p.NAME} nor a preset nor a checkpoint's folder nor package.module:factory. "
         f"Presets: {', '.join(preset_names())}"
     )
+
+
+def _trained(name: str, licence: str | None, tokenizer: Path | None) -> Origin:
+    return Origin(name=name, licence=licence, tokenizer=tokenizer, trained=True)

@@ -64,7 +64,7 @@ class OutputMatrix:
     """Where the weights hold the matrix [V, M] that makes logits of a hidden state; transposed it stands as [M, V]."""
 
     offset: int
-    dtype: Literal["float32"]
+    dtype: Literal["float32", "float16", "bfloat16"]
     transposed: bool
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class Manifest:
     """What a bundle is, who made it and how; ``write_manifest`` fills in ``files``.
 
     ``onnxruntime`` is the range of versions that it was verified with, ``settings`` are the choices that the exporter
-    made by itself, ``histograms`` count operators: graph, then ``traced`` or ``simplified``, then operator.
+    made by itself, ``histograms`` count operators: graph, then stage of the export, then operator.
     ``output_matrix`` is None if logits are something else than a hidden state times a matrix.
     """
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, Unpack
 
 import click
 
+from fatdeploy.errors import ConfigError
 from fatdeploy.machine import Machine
 from fatdeploy.runtimes.command_options import EngineArguments, engine_options
 from fatdeploy.runtimes.cuda_devices import Cuda
@@ -71,6 +72,11 @@ def verify(
     from fatdeploy.runtimes.verify import read_probes, verified
 
     found = read_bundle(bundle)
+    if found.manifest.precision in ("fp16", "bf16"):
+        raise ConfigError(
+            f"{bundle} is in {found.manifest.precision}: its tokens need not be the reference's, and verify compares "
+            f"them exactly. See what its certificate says: fatdeploy inspect {bundle}"
+        )
     running = OrtEngine(found, **engine)
     parity = verified(running, read_probes(found.file(PROBES))).as_dict()
     agreement = None
@@ -128,6 +134,12 @@ def agreement_line(agreement: Mapping[str, Any]) -> str:
 
 def parity_line(parity: Mapping[str, Any]) -> str:
     """Return a comparison's result in one line."""
+    if "same" in parity:
+        return (
+            f"{parity['same']} of {parity['tokens']} tokens of {parity['rows']} rows ({parity['agreement']:.2%}) are "
+            f"the reference's, each after its own; logits up to {parity['largest_logit']:.1f} within "
+            f"{parity['largest_difference']:.1e}, in a batch and alone within {parity['largest_difference_alone']:.1e}"
+        )
     return (
         f"{parity['tokens']} tokens of {parity['rows']} rows are the reference's; chosen logits within "
         f"{parity['largest_difference']:.1e} (bound {parity['bound']:.1e}), "
