@@ -64,8 +64,8 @@ def check_half(precision: Precision, dialect: Dialect) -> Half | None:
     half: Half | None = "fp16" if precision == "fp16" else "bf16" if precision == "bf16" else None
     if half is not None and dialect == "ort":
         raise ConfigError(
-            f"{half} is for GPUs: onnxruntime's CPU provider computes it in float32, with casts around every op. For a "
-            f"CPU export with --precision int8, or fp32; for graphs of standard ops in {half} with --target onnx "
+            f"{half} is for GPUs: onnxruntime's CPU provider has few kernels for it, and casts to float32 and back. "
+            f"For a CPU export with --precision int8, or fp32; for graphs of standard ops in {half} with --target onnx "
             f"--precision {half}; targets that run them on a GPU are still to come"
         )
     return half
