@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast, get_args
 
+from fatdeploy.bundle import Precision
 from fatdeploy.errors import ConfigError, in_one_line
 from fatdeploy.export.contract import Choices
 from fatdeploy.export.gate import Bar
 from fatdeploy.export.pipeline import Origin
-from fatdeploy.export.precision import Asked
+from fatdeploy.export.precision import Asked, Integers
 from fatdeploy.export.quantize import MatrixPrecision
 
 
@@ -24,9 +25,15 @@ def with_files(origin: Origin, chosen: Mapping[str, Any]) -> Origin:
     return replace(origin, **given)
 
 
+def floats_of(chosen: Mapping[str, Any]) -> Precision:
+    """Return the precision of graphs of floats; integers are made of fp32."""
+    precision: Precision = chosen["precision"]
+    return "fp32" if precision in get_args(Integers) else precision
+
+
 def asked_of(chosen: Mapping[str, Any]) -> Asked | None:
-    """Return the quantization that options ask for; None of fp32, which has nothing to choose."""
-    if chosen["precision"] == "fp32":
+    """Return the quantization that options ask for; None of floats, which have nothing to choose."""
+    if floats_of(chosen) == chosen["precision"]:
         useless = {
             "--precision-of": bool(chosen["precision_of"]),
             "--calibration": chosen["calibration"] is not None,
@@ -36,7 +43,8 @@ def asked_of(chosen: Mapping[str, Any]) -> Asked | None:
         }
         reasons = [f"{name} is for integers" for name, given in useless.items() if given]
         if reasons:
-            raise ConfigError(in_one_line("nothing is quantized in fp32 (say --precision int8 or int4)", reasons))
+            told = f"nothing is quantized in {chosen['precision']} (say --precision int8 or int4)"
+            raise ConfigError(in_one_line(told, reasons))
         return None
     return Asked(
         precision=chosen["precision"],

@@ -120,6 +120,7 @@ Examples:
   fatdeploy export my-checkpoint --out my-model --force
   fatdeploy export my_package.models:build --out my-model
   fatdeploy export transformer-base --out graphs --target onnx --max-source 128 --max-target 128
+  fatdeploy export g2p --out g2p.half --target onnx --precision fp16
   fatdeploy export my-checkpoint --out aligned --attention 5
   fatdeploy export g2p --out g2p.int8 --precision int8
   fatdeploy export my-checkpoint --out small --precision int4 --precision-of output=int8 \\
@@ -149,8 +150,8 @@ Examples:
     "--precision",
     default="fp32",
     show_default=True,
-    type=click.Choice(["fp32", "int8", "int4"]),
-    help="Of the matrices; integers must pass the gate.",
+    type=click.Choice(["fp32", "fp16", "bf16", "int8", "int4"]),
+    help="Of the matrices. Integers, for CPUs, must pass the gate; fp16 and bf16 are for GPUs, with --target onnx.",
 )
 @click.option(
     "--precision-of",
@@ -202,10 +203,12 @@ def export(
 
     With --precision int8 or int4 the matrices of those graphs become integers. The bundle is then compared with the
     reference on real sources: below the bar nothing is written, and a table says which matrices cost most.
+
+    Graphs in fp16 and bf16 tell how many tokens are the reference's; of a trained model 99.5 % must be.
     """
     need_export_packages()
     from fatdeploy.bundle import PARITY
-    from fatdeploy.export.asked import asked_of, choices_of, with_files
+    from fatdeploy.export.asked import asked_of, choices_of, floats_of, with_files
     from fatdeploy.export.pipeline import write_bundle
     from fatdeploy.export.sources import model_from_source
 
@@ -216,6 +219,7 @@ def export(
         out,
         origin=with_files(origin, chosen),
         dialect="ort" if target == "ort-cpu" else "standard",
+        precision=floats_of(chosen),
         choices=choices_of(chosen),
         quantize=asked,
         force=force,

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import onnx
 from numpy.typing import NDArray
 
@@ -28,6 +27,12 @@ from fatdeploy.export.trace import INNER
 
 # Vector loads want 64 bytes; a page is not needed, onnxruntime aligns its mapping itself.
 ALIGNMENT = 64
+# How many weights an element of a type is: 4-bit ones stand two a byte.
+PARAMETERS: dict[int, int] = {
+    **dict.fromkeys((onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16), 1),
+    onnx.TensorProto.INT8: 1,
+    onnx.TensorProto.UINT8: 2,
+}
 
 
 def write_graphs(graphs: Mapping[str, Path], folder: Path) -> dict[str, WeightGroup]:
@@ -64,8 +69,7 @@ def _parameters_of(tensor: onnx.TensorProto) -> int:
     """Return how many weights of the model a tensor holds; scales and zeros of integers are none."""
     if not tensor.dims or tensor.name.endswith(BESIDE_INTEGERS):
         return 0
-    each: dict[int, int] = {onnx.TensorProto.FLOAT: 1, onnx.TensorProto.INT8: 1, onnx.TensorProto.UINT8: 2}
-    return int(math.prod(tensor.dims)) * each.get(tensor.data_type, 0)
+    return int(math.prod(tensor.dims)) * PARAMETERS.get(tensor.data_type, 0)
 
 
 def placed_integers(
@@ -100,19 +104,20 @@ def _placed(array: NDArray[Any], folder: Path) -> int:
         return _appended(weights, data)
 
 
-def placed_output_matrix(matrix: NDArray[np.float32], folder: Path) -> OutputMatrix:
-    """Return where the weights hold the output matrix [V, M]; it is added if no graph reads it as it is.
+def placed_output_matrix(matrix: NDArray[Any], folder: Path) -> OutputMatrix:
+    """Return where the weights hold the output matrix [V, M], of any type; it is added if no graph reads it as it is.
 
     It is known by its content: a graph may share it with an embedding, or read its transpose.
     """
+    dtype: Any = matrix.dtype.name
     tensors = [one for part in graphs_of(read_structure(folder / DECODER).graph) for one in part.initializer]
     for transposed, wanted in enumerate((matrix, matrix.T)):
         for tensor in tensors:
             outside = tensor.data_location == onnx.TensorProto.EXTERNAL and tuple(tensor.dims) == wanted.shape
             if outside and tensor_data(tensor, folder) == wanted.tobytes():
-                return OutputMatrix(place_of(tensor).offset, "float32", bool(transposed))
+                return OutputMatrix(place_of(tensor).offset, dtype, bool(transposed))
     with (folder / WEIGHTS).open("ab") as weights:
-        return OutputMatrix(_appended(weights, matrix.tobytes()), "float32", transposed=False)
+        return OutputMatrix(_appended(weights, matrix.tobytes()), dtype, transposed=False)
 
 
 def _appended(weights: BinaryIO, data: bytes) -> int:

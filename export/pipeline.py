@@ -1,4 +1,4 @@
-"""The way from a reference model to a bundle: trace, simplify, package, certify."""
+"""The way from a reference model to a bundle: trace, simplify, halve, package, certify."""
 
 import hashlib
 import json
@@ -24,17 +24,20 @@ from fatdeploy.bundle import (
     Bundle,
     Dialect,
     Manifest,
+    Precision,
     Provenance,
     read_bundle,
     write_manifest,
 )
 from fatdeploy.errors import BundleError, CheckpointError, ConfigError
 from fatdeploy.export.certify import certified, drawn_probes
+from fatdeploy.export.certify_half import certified_half
 from fatdeploy.export.contract import Choices, Flat, flat_model
 from fatdeploy.export.dialects import OPSET
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.examples import Example, examples_from_file, random_examples
 from fatdeploy.export.graph_files import op_histogram
+from fatdeploy.export.half import Half, check_half, half_array, halved
 from fatdeploy.export.package import placed_output_matrix, write_graphs
 from fatdeploy.export.precision import Asked, Quantizer
 from fatdeploy.export.reference.checkpoint import stored_tensors
@@ -42,7 +45,7 @@ from fatdeploy.export.simplify import Arrays, simplified
 from fatdeploy.export.trace import traced_decoder, traced_encoder
 from fatdeploy.folders import replaced_folder
 from fatdeploy.runtimes.engine import Want
-from fatdeploy.runtimes.gate import checked_on, write_material
+from fatdeploy.runtimes.gate import write_material
 from fatdeploy.runtimes.text import tokenizer_from_file
 from fatdeploy.runtimes.verify import write_probes
 from fatdeploy.spec import ModelSpec, TensorSpec
@@ -75,6 +78,7 @@ def write_bundle(
     *,
     origin: Origin,
     dialect: Dialect = "ort",
+    precision: Precision = "fp32",
     choices: Choices | None = None,
     quantize: Asked | None = None,
     force: bool = False,
@@ -85,68 +89,84 @@ def write_bundle(
     A quantized bundle is made from graphs that were proved right in fp32. ``stage`` is told what begins.
     """
     flat = flat_model(model, choices)
+    half = check_half(precision, dialect)
     if origin.tokenizer is not None:
         _check_tokenizer(origin.tokenizer, flat.spec)
     examples = None if quantize is None else _examples(flat.spec, origin, dialect)
     with replaced_folder(folder, force=force) as new, _folder_beside(new) as work:
         traced, graphs = _written_graphs(flat, dialect, work, stage)
-        plain = new if quantize is None else Path(work) / "fp32"
-        plain.mkdir(exist_ok=True)
-        certificate = _write_plain(flat, plain, origin, dialect, traced, graphs, stage)
-        if quantize is not None and examples is not None:
-            source = read_bundle(plain, check_hashes=False)
-            _write_quantized(flat, source, new, graphs, quantize, examples, origin, certificate, stage)
+        plain = Plain(flat, origin, dialect, traced, graphs, stage)
+        if quantize is None or examples is None:
+            plain.write(new, half)
+        else:
+            (Path(work) / "fp32").mkdir()
+            plain.write(Path(work) / "fp32", None)
+            write_quantized(plain, read_bundle(Path(work) / "fp32", check_hashes=False), new, quantize, *examples)
     return read_bundle(folder)
 
 
-def _write_plain(
-    flat: Flat,
-    folder: Path,
-    origin: Origin,
-    dialect: Dialect,
-    traced: dict[str, Path],
-    graphs: dict[str, Path],
-    stage: Callable[[str], None],
-) -> dict[str, Any]:
-    """Write the bundle of graphs as they are, and return its certificate."""
-    weights = write_graphs(graphs, folder)
-    matrix = flat.output_matrix()
-    output_matrix = None if matrix is None else placed_output_matrix(matrix.detach().numpy(), folder)
-    if origin.tokenizer is not None:
-        shutil.copyfile(origin.tokenizer, folder / TOKENIZER)
-    stage("drawing probes from the reference")
-    probes = drawn_probes(EagerEngine(flat))
-    write_probes(folder / PROBES, probes)
-    histograms = {
-        part: {"traced": op_histogram(traced[part]), "simplified": op_histogram(graphs[part])} for part in graphs
-    }
-    manifest = replace(
-        _manifest(flat, origin, dialect), histograms=histograms, weights=weights, output_matrix=output_matrix
-    )
-    stage("comparing the graphs with the reference")
-    certificate = certified(flat, write_manifest(folder, manifest), probes, traced, graphs)
-    (folder / PARITY).write_text(json.dumps(certificate, indent=2, sort_keys=True) + "\n")
-    write_manifest(folder, manifest)
-    return certificate
+@dataclass(frozen=True)
+class Plain:
+    """A model's graphs, and the bundle of them as they are or in half precision."""
+
+    flat: Flat
+    origin: Origin
+    dialect: Dialect
+    traced: dict[str, Path]
+    graphs: dict[str, Path]
+    stage: Callable[[str], None]
+
+    def write(self, folder: Path, half: Half | None) -> None:
+        """Write the bundle with its certificate."""
+        flat, spec, graphs = self.flat, self.flat.spec, self.graphs
+        stages = {"traced": self.traced, "simplified": self.graphs}
+        if half is not None:
+            self.stage(f"turning the graphs into {half}")
+            spec, graphs = halved(spec, graphs, half)
+            stages["half"] = graphs
+        weights = write_graphs(graphs, folder)
+        matrix = flat.output_matrix()
+        stored = None if matrix is None else half_array(matrix.detach().numpy(), half)
+        output_matrix = None if stored is None else placed_output_matrix(stored, folder)
+        if self.origin.tokenizer is not None:
+            shutil.copyfile(self.origin.tokenizer, folder / TOKENIZER)
+        self.stage("drawing probes from the reference")
+        probes = drawn_probes(EagerEngine(flat))
+        write_probes(folder / PROBES, probes)
+        histograms = {part: {name: op_histogram(written[part]) for name, written in stages.items()} for part in graphs}
+        manifest = replace(
+            _manifest(flat, self.origin, self.dialect),
+            spec=spec,
+            precision=half or "fp32",
+            histograms=histograms,
+            weights=weights,
+            output_matrix=output_matrix,
+        )
+        self.stage("comparing the graphs with the reference")
+        bundle = write_manifest(folder, manifest)
+        if half is None:
+            certificate = certified(flat, bundle, probes, self.traced, graphs)
+        else:
+            certificate = certified_half(flat, bundle, probes, graphs, trained=not self.origin.random)
+        _write_certificate(folder, certificate)
+        write_manifest(folder, manifest)
 
 
-def _write_quantized(
-    flat: Flat,
-    plain: Bundle,
-    folder: Path,
-    graphs: dict[str, Path],
-    asked: Asked,
-    examples: tuple[list[Example], list[Example]],
-    origin: Origin,
-    certificate: dict[str, Any],
-    stage: Callable[[str], None],
+def write_quantized(
+    model: Plain, plain: Bundle, folder: Path, asked: Asked, calibration: list[Example], probes: list[Example]
 ) -> None:
     """Write the quantized bundle of graphs that are proved right, with what the gate says of it."""
-    tokenizer = None if origin.tokenizer is None else tokenizer_from_file(origin.tokenizer)
-    calibration, probes = examples
+    flat, origin = model.flat, model.origin
     manifest = replace(plain.manifest, precision=asked.precision)
     quantizer = Quantizer(
-        flat, graphs, manifest, asked, calibration=calibration, probes=probes, tokenizer=tokenizer, stage=stage
+        flat,
+        model.graphs,
+        manifest,
+        asked,
+        calibration=calibration,
+        probes=probes,
+        tokenizer=None if origin.tokenizer is None else tokenizer_from_file(origin.tokenizer),
+        stage=model.stage,
     )
     judged = quantizer.written(folder, enforced=not origin.random)
     for name in (PROBES, *([TOKENIZER] if origin.tokenizer is not None else [])):
@@ -156,16 +176,11 @@ def _write_quantized(
     output_matrix = None
     if matrix is not None:
         output_matrix = quantizer.placed_output(matrix.detach().numpy(), judged.quantization, folder)
-    gate = {**judged.judgement.as_dict(), "bar": asked.bar.agreement, "points": asked.bar.points}
-    gate |= {"enforced": not origin.random, "kept": list(judged.kept), "row_difference": judged.row_difference}
-    quantized_certificate = {
-        **certificate,
-        "precision": asked.precision,
-        "gate": gate,
-        "checked_on": [checked_on(judged.judgement.agreement.share)],
+    certificate = json.loads(plain.file(PARITY).read_text())
+    _write_certificate(folder, {**certificate, "precision": asked.precision, **judged.certificate(asked)})
+    histograms = {
+        part: {**plain.manifest.histograms[part], "quantized": quantizer.histograms[part]} for part in model.graphs
     }
-    (folder / PARITY).write_text(json.dumps(quantized_certificate, indent=2, sort_keys=True) + "\n")
-    histograms = {part: {**plain.manifest.histograms[part], "quantized": quantizer.histograms[part]} for part in graphs}
     write_manifest(
         folder,
         replace(
@@ -176,6 +191,10 @@ def _write_quantized(
             histograms=histograms,
         ),
     )
+
+
+def _write_certificate(folder: Path, certificate: dict[str, Any]) -> None:
+    (folder / PARITY).write_text(json.dumps(certificate, indent=2, sort_keys=True) + "\n")
 
 
 def _examples(spec: ModelSpec, origin: Origin, dialect: Dialect) -> tuple[list[Example], list[Example]]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fatdeploy.bundle import (
     DECODER,
@@ -29,7 +29,7 @@ from fatdeploy.export.matrices import Scope, lookups_of, products_of
 from fatdeploy.export.package import placed_integers, write_graphs
 from fatdeploy.export.quantize import MatrixPrecision, MatrixRecipe, Recipe, quantized
 from fatdeploy.export.saturation import write_saturation_probe
-from fatdeploy.runtimes.gate import check_rows
+from fatdeploy.runtimes.gate import check_rows, checked_on
 from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.runtimes.text import Tokenizer
 from fatdeploy.spec import ModelSpec
@@ -74,6 +74,15 @@ class Judged:
     quantization: Quantization
     kept: tuple[str, ...]  # matrices that were kept in a higher precision to pass
     row_difference: float
+
+    def certificate(self, asked: "Asked") -> dict[str, Any]:
+        """Return what the certificate says of it."""
+        gate = {**self.judgement.as_dict(), "bar": asked.bar.agreement, "points": asked.bar.points}
+        gate |= {"enforced": self.quantization.enforced, "kept": list(self.kept)}
+        return {
+            "gate": {**gate, "row_difference": self.row_difference},
+            "checked_on": [checked_on(self.judgement.agreement.share)],
+        }
 
 
 def matrices_of(graphs: Graphs, spec: ModelSpec) -> list[Matrix]:

@@ -72,7 +72,7 @@ class OutputMatrix:
     """
 
     offset: int
-    dtype: Literal["float32", "int8", "int4"]
+    dtype: Literal["float32", "float16", "bfloat16", "int8", "int4"]
     transposed: bool
     scales: int | None = None
     zeros: int | None = None
@@ -83,7 +83,7 @@ class OutputMatrix:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} must be 0 or more, found {value}")
-        if (self.scales is None) != (self.dtype == "float32"):
+        if (self.scales is None) == self.dtype.startswith("int"):
             raise ValueError(f"integers and nothing else have scales, found {self.dtype} and scales at {self.scales}")
         if (self.block_size is None) != (self.dtype != "int4") or (self.block_size or 2) < 2:
             raise ValueError(f"int4 and nothing else has blocks of 2 or more, found {self.dtype} of {self.block_size}")
@@ -108,7 +108,7 @@ class Manifest:
     """What a bundle is, who made it and how; ``write_manifest`` fills in ``files``.
 
     ``onnxruntime`` is the range of versions that it was verified with, ``settings`` are the choices that the exporter
-    made by itself, ``histograms`` count operators: graph, then ``traced`` or ``simplified``, then operator.
+    made by itself, ``histograms`` count operators: graph, then stage of the export, then operator.
     ``output_matrix`` is None if logits are something else than a hidden state times a matrix, ``quantization`` is None
     of fp32, fp16 and bf16.
     """

@@ -1,8 +1,8 @@
 """The contract between a model and its runtimes: sizes, ids, tensors. The only file that spells a tensor name."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,9 @@ class TensorSpec:
         """Return the same with some of the named axes' sizes in it."""
         shape = tuple(axis if isinstance(axis, int) else sizes.get(axis, axis) for axis in self.shape)
         return TensorSpec(self.name, self.dtype, shape)
+
+
+AnyTensor = TypeVar("AnyTensor", bound=TensorSpec)
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,17 @@ class ModelSpec:
         """Return the axes that are numbers in the graphs: TensorRT updates caches of a fixed length only."""
         return {} if branches else {"capacity": self.max_target}
 
+    def halved(self, dtype: Literal["float16", "bfloat16"]) -> "ModelSpec":
+        """Return the contract of the same model in half precision.
+
+        Memory and caches are half. Recurrent state is a sum over all positions, which half would round at each, and
+        results are for applications: both stay float32.
+        """
+        memory = tuple(_halved(one, dtype) for one in self.memory)
+        return replace(
+            self, memory=memory, state=tuple(_halved(one, dtype) if one.kind == "cache" else one for one in self.state)
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON values, defaults included: a later change of a default changes no bundle."""
         values: dict[str, Any] = json_from_record(self)
@@ -233,6 +247,10 @@ class ModelSpec:
         if low >= 0 and high < self.vocab_size:
             return []
         return [f"{name} ids must lie in 0…{self.vocab_size - 1}, found {low if low < 0 else high}"]
+
+
+def _halved(one: AnyTensor, dtype: str) -> AnyTensor:
+    return replace(one, dtype=dtype) if one.dtype == "float32" else one
 
 
 def _wrong_form(name: str, array: NDArray[np.generic], dtype: np.dtype[np.generic]) -> list[str]:

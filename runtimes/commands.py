@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import click
 
+from fatdeploy.errors import ConfigError
 from fatdeploy.machine import Machine
 from fatdeploy.runtimes.command_options import EngineArguments, engine_options
 from fatdeploy.runtimes.cuda_devices import Cuda
@@ -86,6 +87,11 @@ def verify(
     from fatdeploy.runtimes.verify import read_probes, verified
 
     found = read_bundle(bundle)
+    if found.manifest.precision in ("fp16", "bf16"):
+        raise ConfigError(
+            f"{bundle} is in {found.manifest.precision}: its tokens need not be the reference's, and verify compares "
+            f"them exactly. See what its certificate says: fatdeploy inspect {bundle}"
+        )
     running = OrtEngine(found, **engine)
     if found.manifest.quantization is not None:
         _verify_quantized(found, running, as_json=as_json, record=record, against=against)
@@ -184,6 +190,12 @@ def gate_line(precision: str, gate: Mapping[str, Any]) -> str:
 
 def parity_line(parity: Mapping[str, Any]) -> str:
     """Return a comparison's result in one line."""
+    if "same" in parity:
+        return (
+            f"{parity['same']} of {parity['tokens']} tokens of {parity['rows']} rows ({parity['agreement']:.2%}) are "
+            f"the reference's, each after its own; logits up to {parity['largest_logit']:.1f} within "
+            f"{parity['largest_difference']:.1e}, in a batch and alone within {parity['largest_difference_alone']:.1e}"
+        )
     return (
         f"{parity['tokens']} tokens of {parity['rows']} rows are the reference's; chosen logits within "
         f"{parity['largest_difference']:.1e} (bound {parity['bound']:.1e}), "

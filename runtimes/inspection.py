@@ -107,4 +107,6 @@ def _origin_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 def _verified(certificate: dict[str, Any]) -> str:
     parity, cpu = certificate["parity"], certificate["machine"]["cpu"] or "an unknown CPU"
-    return f"{parity['tokens']} tokens of {parity['rows']} rows on {cpu}, {certificate['engine']}"
+    # Half precision has some of the reference's tokens, fp32 all.
+    some = f"{parity['same']} of " if "same" in parity else ""
+    return f"{some}{parity['tokens']} tokens of {parity['rows']} rows on {cpu}, {certificate['engine']}"

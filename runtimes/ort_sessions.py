@@ -1,6 +1,7 @@
 """Sessions of ONNX Runtime: on the providers that were asked for and no others, with graphs that fit the contract."""
 
 import importlib
+import importlib.util
 import logging
 import warnings
 from collections.abc import Sequence
@@ -93,6 +94,7 @@ class Sessions:
 def opened_sessions(ort: Any, bundle: Bundle, options: OrtOptions) -> Sessions:
     """Open both graphs; a provider that is not here and a graph that is not the contract's are refused."""
     _check_available(ort, options)
+    _check_bfloat16(bundle, options)
     encoder, decoder = (_session(ort, bundle, name, options) for name in (ENCODER, DECODER))
     spec, branches = bundle.spec, bundle.manifest.dialect == "ort"
     fixed = spec.fixed_axes(branches=branches)
@@ -109,6 +111,20 @@ def _check_available(ort: Any, options: OrtOptions) -> None:
         versions = installed_versions()
         advice = "fatdeploy doctor" if GPU_RUNTIME.name in versions else install_command(GPU_RUNTIME, versions)
         raise BackendUnavailable(f"onnxruntime here has no {missing}, only {available}: {advice}")
+
+
+def _check_bfloat16(bundle: Bundle, options: OrtOptions) -> None:
+    """Raise, with what to type, where a bundle's bfloat16 cannot be computed, or its arrays not be held."""
+    if bundle.manifest.precision != "bf16":
+        return
+    if list(options.providers) == ["cpu"]:
+        raise BackendUnavailable(
+            f"{bundle.path} is in bf16, for which onnxruntime's CPU provider has no kernels. For a CPU export it again "
+            "in fp32: fatdeploy export SOURCE --out DIR"
+        )
+    if importlib.util.find_spec("ml_dtypes") is None:
+        raise BackendUnavailable("arrays of bfloat16 need ml_dtypes, not installed here: pip install ml_dtypes")
+    importlib.import_module("ml_dtypes")  # numpy knows the name bfloat16 from now on
 
 
 def _session(ort: Any, bundle: Bundle, name: str, options: OrtOptions) -> Any:

@@ -10,6 +10,9 @@ from fatdeploy.bundle import OUTPUT_MATRIX_SINCE, WEIGHTS, Bundle, OutputMatrix
 from fatdeploy.errors import BundleError, ConfigError
 from fatdeploy.runtimes.engine import Floats, Ids, check_ids
 
+# numpy does not know a bfloat16 by name: it is the first half of a float32.
+BITS = "uint16"
+
 
 def stored_output_rows(bundle: Bundle, ids: Ids) -> Floats | None:
     """Return the rows of a bundle's output matrix that belong to ids, [n, M]; None if it has none."""
@@ -23,14 +26,20 @@ def stored_output_rows(bundle: Bundle, ids: Ids) -> Floats | None:
     found, width = manifest.output_matrix, bundle.spec.width
     if found is None or width is None:
         return None
-    if found.dtype == "float32":
-        shape = (width, bundle.spec.vocab_size) if found.transposed else (bundle.spec.vocab_size, width)
-        stored = _mapped(bundle, found.offset, "float32", shape)
-        return np.ascontiguousarray((stored.T if found.transposed else stored)[ids])
-    return _restored(bundle, found, ids, width)
+    return _integers(bundle, found, ids, width) if found.scales is not None else _floats(bundle, found, ids, width)
 
 
-def _restored(bundle: Bundle, found: OutputMatrix, ids: Ids, width: int) -> Floats:
+def _floats(bundle: Bundle, found: OutputMatrix, ids: Ids, width: int) -> Floats:
+    """Return rows of numbers of any type as float32: what a hidden state is multiplied with."""
+    shape = (width, bundle.spec.vocab_size) if found.transposed else (bundle.spec.vocab_size, width)
+    stored = _mapped(bundle, found.offset, BITS if found.dtype == "bfloat16" else found.dtype, shape)
+    rows = (stored.T if found.transposed else stored)[ids]
+    if found.dtype == "bfloat16":
+        return (rows.astype(np.uint32) << 16).view(np.float32)
+    return np.ascontiguousarray(rows, np.float32)
+
+
+def _integers(bundle: Bundle, found: OutputMatrix, ids: Ids, width: int) -> Floats:
     """Return the numbers that rows of integers stand for."""
     n_rows = bundle.spec.vocab_size
     n_scales = 1 if found.block_size is None else -(-width // found.block_size)

@@ -1,0 +1,164 @@
+"""The certificate of a bundle in half precision: not the same tokens, but how many of them are, and how near it is."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fatdeploy.bundle import PROBES, Bundle, write_manifest
+from fatdeploy.errors import ParityFailed
+from fatdeploy.export.contract import Flat
+from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.known_tokens import KnownTokens
+from fatdeploy.export.package import write_graphs
+from fatdeploy.export.rounded import rounded
+from fatdeploy.machine import this_machine
+from fatdeploy.runtimes.engine import Capacity, Engine, Floats, Want
+from fatdeploy.runtimes.lockstep import Comparison, compared
+from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.runtimes.verify import Probe, row_alone
+
+# The share of the reference's tokens that a trained model must choose at least, each after the reference's own.
+LEAST_AGREEMENT = 0.995
+# What was executed to compare it, in words, because it is easy to believe more.
+ROUNDED = (
+    "copies of the bundle's graphs in float32, on onnxruntime's CPU provider, the result of every {0} op rounded to "
+    "{0} and sums inside of an op in float32. No GPU ran anything"
+)
+OWN = (
+    "the bundle's own graphs, on onnxruntime's CPU provider, which has few kernels for fp16: it computes in float32 "
+    "and leaves out roundings between ops, so its logits may be nearer to the reference than a GPU's"
+)
+NOT_EXECUTED = (
+    "not executed: onnxruntime's CPU provider has no kernels for bf16. The bundle's own graphs were checked for "
+    "structure and types alone"
+)
+
+
+@dataclass(frozen=True)
+class HalfParity:
+    """How close a bundle in half precision is to the reference when it reads the reference's tokens."""
+
+    probes: int
+    rows: int
+    tokens: int
+    same: int  # tokens that are the reference's
+    agreement: float
+    least_agreement: float | None  # that was required; None of random weights, which decide by little
+    largest_difference: float  # of any logit
+    largest_logit: float
+    largest_difference_alone: float  # of any logit, between a row in its batch and the same row alone
+    different_tokens_alone: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def certified_half(
+    model: Flat, bundle: Bundle, probes: list[Probe], graphs: Mapping[str, Path], *, trained: bool
+) -> dict[str, Any]:
+    """Return the certificate of a bundle whose probes are written; a trained model that says too much else is refused.
+
+    What counts are copies in float32, rounded op by op, which are written beside ``graphs``: onnxruntime runs fp16 on a
+    CPU with fewer roundings than there are ops, and bf16 not at all.
+    """
+    precision = bundle.manifest.precision
+    least = LEAST_AGREEMENT if trained else None
+    parity = _closed_parity(_emulation(model, bundle, graphs), model, probes, least)
+    own: dict[str, Any] = {"executed": NOT_EXECUTED}
+    if precision == "fp16":
+        own = {"executed": OWN, **_closed_parity(OrtEngine(bundle, spinning=False), model, probes, least).as_dict()}
+    return {
+        "engine": f"onnxruntime CPU, {precision} emulated in float32",
+        "executed": ROUNDED.format(precision),
+        "parity": parity.as_dict(),
+        "own_graphs": own,
+        "probes_sha256": bundle.manifest.files[PROBES].sha256,
+        "versions": bundle.manifest.versions,
+        "machine": this_machine().as_dict(),
+    }
+
+
+def _closed_parity(engine: OrtEngine, model: Flat, probes: Sequence[Probe], least: float | None) -> HalfParity:
+    try:
+        return half_parity(engine, model, probes, least)
+    finally:
+        engine.close()
+
+
+def _emulation(model: Flat, bundle: Bundle, graphs: Mapping[str, Path]) -> OrtEngine:
+    """Return an engine of the graphs in float32 whose numbers are those of half."""
+    beside = next(iter(graphs.values())).parent.parent
+    work, folder = beside / "rounded", beside / "emulation"
+    work.mkdir()
+    folder.mkdir()
+    write_graphs({part: rounded(graph, work / part) for part, graph in graphs.items()}, folder)
+    manifest = replace(bundle.manifest, spec=model.spec, precision="fp32", output_matrix=None)
+    return OrtEngine(write_manifest(folder, manifest), spinning=False, optimised=False)
+
+
+def half_parity(engine: Engine[Any], model: Flat, probes: Sequence[Probe], least: float | None) -> HalfParity:
+    """Return how close an engine is to the live reference; a smaller share of its tokens than ``least`` is an error."""
+    comparisons = [_compared(engine, model, probe, index) for index, probe in enumerate(probes)]
+    alone = [_alone(engine, probe) for probe in probes if len(probe.source) > 1]
+    tokens, same = (sum(count) for count in zip(*map(_fidelity, comparisons), strict=True))
+    if least is not None and same < least * tokens:
+        raise ParityFailed(
+            f"{same} of {tokens} tokens ({same / tokens:.2%}) are the reference's, a trained model must have at least "
+            f"{least:.1%}: export with --precision fp32, or bf16 instead of fp16 if its numbers are large"
+        )
+    return HalfParity(
+        probes=len(probes),
+        rows=sum(len(probe.tokens) for probe in probes),
+        tokens=tokens,
+        same=same,
+        agreement=same / tokens,
+        least_agreement=least,
+        largest_difference=max(float(one.differences.max()) for one in comparisons),
+        largest_logit=max(float(np.abs(one.chosen).max()) for one in comparisons),
+        largest_difference_alone=max((difference for difference, _ in alone), default=0.0),
+        different_tokens_alone=sum(count for _, count in alone),
+    )
+
+
+def _fidelity(comparison: Comparison) -> tuple[int, int]:
+    """Return how many tokens were compared, and how many are the same."""
+    return comparison.expected.size, int((comparison.expected == comparison.found).sum())
+
+
+def _compared(engine: Engine[Any], model: Flat, probe: Probe, index: int) -> Comparison:
+    reference = KnownTokens(EagerEngine(model), probe)
+    found = compared(engine, reference, probe.source, probe.mask, probe.tokens.shape[1])
+    wrong = np.argwhere(~np.isfinite(found.differences))
+    if wrong.size:
+        row, step = wrong[0].tolist()
+        raise ParityFailed(
+            f"probe {index}, row {row}, step {step}: a logit is infinite or not a number, beyond the range of the "
+            "precision: export with --precision bf16 or fp32"
+        )
+    return found
+
+
+def _alone(engine: Engine[Any], probe: Probe) -> tuple[float, int]:
+    """Return how far the logits of a row in its batch and alone are apart, and how many tokens differ."""
+    together = _forced(engine, probe)
+    alone = np.concatenate([_forced(engine, row_alone(probe, row)) for row in range(len(together))])
+    different = together.argmax(-1) != alone.argmax(-1)
+    return float(np.abs(together - alone).max()), int(different.sum())
+
+
+def _forced(engine: Engine[Any], probe: Probe) -> Floats:
+    """Return the logits [B, T, V] of a decode that reads the reference's tokens."""
+    spec, (rows, steps) = engine.spec, probe.tokens.shape
+    parallel = spec.decoding == "parallel"
+    begin = np.full((rows, steps if parallel else 1), spec.bos_id)
+    calls = [begin] if parallel else np.split(np.hstack([begin, probe.tokens[:, :-1]]), steps, 1)
+    state = engine.encode(probe.source, probe.mask, Capacity(1, steps))
+    try:
+        # Copied: an engine's arrays are valid until its next step.
+        said = [np.array(engine.step(tokens, state, Want.LOGITS).logits) for tokens in calls]
+        return np.concatenate(said, 1)
+    finally:
+        engine.release(state)

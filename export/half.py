@@ -1,0 +1,296 @@
+"""A graph in half precision: matrices and activations in fp16 or bf16; sums, and all that is sensitive, in float32.
+
+The graph is rewritten and not traced anew: so it serves models of any author, and both dialects.
+"""
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from fatdeploy.bundle import Dialect, Precision
+from fatdeploy.errors import ConfigError, ExportFailed, in_one_line
+from fatdeploy.export.graph_files import (
+    INLINE_BELOW,
+    graphs_of,
+    hold,
+    point,
+    read_structure,
+    tensor_data,
+    write_structure,
+)
+from fatdeploy.export.half_ops import branches_of, in_float32, read, spread
+from fatdeploy.spec import ModelSpec
+
+Half = Literal["fp16", "bf16"]
+Casts = dict[tuple[str, int], str]
+
+DTYPES: dict[Half, Literal["float16", "bfloat16"]] = {"fp16": "float16", "bf16": "bfloat16"}
+TYPES: dict[Half, int] = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
+LARGEST: dict[Half, float] = {"fp16": 65504.0, "bf16": float(2**128 - 2**120)}
+# The smallest number that keeps all of its digits.
+SMALLEST: dict[Half, float] = {"fp16": 2.0**-14, "bf16": 2.0**-126}
+# What onnxruntime's attention adds to hidden scores: an attribute, which its kernels turn into the scores' type.
+HIDING = "mask_filter_value"
+
+
+def in_half(graph: Path, result: Path, precision: Half, border: Collection[str]) -> Path:
+    """Write a simplified fp32 graph in half precision, and return its path.
+
+    Of its inputs and outputs those in ``border`` become half as well. A weight that half cannot hold is an error.
+    """
+    model = read_structure(graph)
+    for part in graphs_of(model.graph):
+        _hoist_constants(part)
+    rewriter = _Rewriter(model.graph, graph.parent, precision, border)
+    rewriter.rewrite()
+    rewriter.move_weights(result)
+    write_structure(model, result)
+    onnx.checker.check_model(result, full_check=True)
+    return result
+
+
+def half_array(array: NDArray[Any], precision: Half | None) -> NDArray[Any]:
+    """Return an array in half precision, or as it is."""
+    return array if precision is None else array.astype(helper.tensor_dtype_to_np_dtype(TYPES[precision]))
+
+
+def check_half(precision: Precision, dialect: Dialect) -> Half | None:
+    """Return which half precision was asked for, None if another; refuse it where nothing would be gained."""
+    half: Half | None = "fp16" if precision == "fp16" else "bf16" if precision == "bf16" else None
+    if half is not None and dialect == "ort":
+        raise ConfigError(
+            f"{half} is for GPUs: onnxruntime's CPU provider has few kernels for it, and casts to float32 and back. "
+            f"For a CPU export with --precision int8, or fp32; for graphs of standard ops in {half} with --target onnx "
+            f"--precision {half}; targets that run them on a GPU are still to come"
+        )
+    return half
+
+
+def halved(spec: ModelSpec, graphs: dict[str, Path], half: Half) -> tuple[ModelSpec, dict[str, Path]]:
+    """Return the contract and the graphs of a bundle in half precision; these are written beside the others."""
+    changed = spec.halved(DTYPES[half])
+    tensors = (*changed.encoder_outputs(), *changed.past, *changed.present)
+    border = {one.name for one in tensors if one.dtype == DTYPES[half]}
+    folder = next(iter(graphs.values())).parent.with_name(half)
+    folder.mkdir()
+    return changed, {part: in_half(graph, folder / part, half, border) for part, graph in graphs.items()}
+
+
+def _hoist_constants(graph: onnx.GraphProto) -> None:
+    """Let a graph's constants of float32 be initializers: one kind of constant is enough."""
+    kept = []
+    for node in graph.node:
+        value = node.attribute[0] if node.op_type == "Constant" else None
+        if value is None or value.name not in ("value", "value_float", "value_floats"):
+            kept.append(node)
+            continue
+        if value.name == "value":
+            tensor = TensorProto()
+            tensor.CopyFrom(value.t)
+        else:
+            numbers = value.f if value.name == "value_float" else list(value.floats)
+            tensor = numpy_helper.from_array(np.array(numbers, np.float32))
+        tensor.name = node.output[0]
+        graph.initializer.append(tensor)
+    del graph.node[:]
+    graph.node.extend(kept)
+
+
+class _Rewriter:
+    """Gives every value of a graph its type, and casts where two types meet."""
+
+    def __init__(self, graph: onnx.GraphProto, folder: Path, precision: Half, border: Collection[str]) -> None:
+        self.graph, self.folder, self.precision, self.border = graph, folder, precision, border
+        self.half, self.largest = TYPES[precision], LARGEST[precision]
+        self.reading = read(graph)
+        self.holders = {one.name: part for part in graphs_of(graph) for one in part.initializer}
+        self.used = {name for part in graphs_of(graph) for node in part.node for name in (*node.input, *node.output)}
+        self.used |= self.reading.types.keys()
+        too_small = self._judge_constants()
+        kept = (self.reading.inputs | self.reading.outputs) - set(border)
+        self.full = in_float32(self.reading, kept, self.too_large.keys(), too_small)
+        # Values that may lie beyond the range of half: hidden scores, nearly always.
+        self.huge = spread(self.reading, self.too_large)
+        self._refuse_large_weights()
+        self.types = self._types()
+
+    def _judge_constants(self) -> set[str]:
+        """Find the constants that half cannot hold: too large ones, and single numbers that are too small."""
+        self.too_large: dict[str, float] = {}
+        too_small = set()
+        for name, tensor in self.reading.constants.items():
+            sizes = np.abs(self._array(tensor))
+            largest = float(sizes.max(initial=0, where=np.isfinite(sizes)))
+            if largest > self.largest:
+                self.too_large[name] = largest
+            elif sizes.size == 1 and 0 < largest < SMALLEST[self.precision]:
+                too_small.add(name)
+        return too_small
+
+    def _refuse_large_weights(self) -> None:
+        reasons = [
+            f"{name} (read by {op.node.name or op.node.op_type}) has {self.too_large[name]:.4g}"
+            for op in self.reading.ops
+            for name in op.reads
+            if name in self.too_large and op.key not in self.full
+        ]
+        if reasons:
+            said = f"weights beyond the range of {self.precision}, which ends at {self.largest:.4g}"
+            advice = "--precision fp32" if self.precision == "bf16" else "--precision bf16 or fp32"
+            raise ExportFailed(f"{in_one_line(said, reasons)}. Export with {advice}")
+
+    def _types(self) -> dict[str, int]:
+        """Return the new type of every value that was float32."""
+        types = {name: self.half if name in self.border else int(TensorProto.FLOAT) for name in self.reading.inputs}
+        for op in self.reading.ops:
+            types.update(dict.fromkeys(op.makes, self._type_of(op.key)))
+        for name, tensor in self.reading.constants.items():
+            wide = any(op.key in self.full for op in self.reading.readers[name])
+            # A large one is stored as half whoever reads it: that is what half is for.
+            stays = name in self.too_large or (wide and not self._is_large(tensor))
+            types[name] = int(TensorProto.FLOAT) if stays else self.half
+        return types
+
+    def _type_of(self, key: str) -> int:
+        return int(TensorProto.FLOAT) if key in self.full else self.half
+
+    def _is_large(self, tensor: TensorProto) -> bool:
+        return 4 * int(np.prod(tensor.dims)) >= INLINE_BELOW
+
+    def _array(self, tensor: TensorProto) -> NDArray[np.float32]:
+        return np.frombuffer(tensor_data(tensor, self.folder), np.float32).reshape(tuple(tensor.dims))
+
+    def rewrite(self) -> None:
+        """Rewrite the graph, its inputs and its outputs."""
+        casts: Casts = {}
+        self._rewrite_nodes(self.graph, casts)
+        for one in self.graph.input:
+            if one.name in self.reading.inputs:
+                one.type.tensor_type.elem_type = self.types[one.name]
+        for one in self.graph.output:
+            if one.name in self.reading.outputs:
+                one.type.tensor_type.elem_type = self.half if one.name in self.border else TensorProto.FLOAT
+                self._rewrite_output(one.name, one.type.tensor_type.elem_type, casts)
+
+    def _rewrite_output(self, name: str, said: int, casts: Casts) -> None:
+        """Let a value be said in another type than it is computed in: its name is that of the cast."""
+        if said == self.types[name]:
+            return
+        nodes: list[onnx.NodeProto] = []
+        cast = self._as(name, said, casts, nodes, "")
+        self.graph.node.extend(nodes)
+        inner = self._unused(name)
+        self.types[inner] = self.types[name]
+        _rename(self.graph, name, inner)
+        _rename(self.graph, cast, name)
+
+    def _rewrite_nodes(self, graph: onnx.GraphProto, casts: Casts) -> None:
+        nodes: list[onnx.NodeProto] = []
+        for node in graph.node:
+            for branch in branches_of(node):
+                self._rewrite_branch(branch, node.output, dict(casts))
+            wanted = self._type_of(node.output[0])
+            if node.op_type not in ("If", "Shape", "Size"):
+                for place, name in enumerate(node.input):
+                    node.input[place] = self._as(name, wanted, casts, nodes, node.name)
+            self._retype(node, wanted)
+            nodes.append(node)
+        del graph.node[:]
+        graph.node.extend(nodes)
+
+    def _rewrite_branch(self, branch: onnx.GraphProto, outputs: Sequence[str], casts: Casts) -> None:
+        self._rewrite_nodes(branch, casts)
+        for one, name in zip(branch.output, outputs, strict=True):
+            if name in self.types:
+                nodes: list[onnx.NodeProto] = []
+                one.name = self._as(one.name, self.types[name], casts, nodes, "")
+                one.type.tensor_type.elem_type = self.types[name]
+                branch.node.extend(nodes)
+
+    def _as(self, name: str, wanted: int, casts: Casts, nodes: list[onnx.NodeProto], reader: str) -> str:
+        """Return the name of a value in the wanted type; what has to be computed for it is appended to the nodes."""
+        if self.types.get(name, wanted) == wanted:
+            return name
+        if (name, wanted) not in casts:
+            casts[name, wanted] = self._unused(name)
+            constant = self.reading.constants.get(name)
+            if constant is not None and not self._is_large(constant):
+                copy = self.holders[name].initializer.add()
+                copy.CopyFrom(constant)
+                copy.name = casts[name, wanted]
+                self.types[copy.name] = wanted
+            else:
+                nodes += self._casting(name, wanted, casts[name, wanted], reader)
+        return casts[name, wanted]
+
+    def _casting(self, name: str, wanted: int, result: str, reader: str) -> list[onnx.NodeProto]:
+        module = reader.partition("/")[0]
+        nodes = []
+        if wanted == self.half and name in self.huge:
+            # Cast would make -1e30 infinite, and a row of nothing else NaN; the end of the range hides as well.
+            limits = [self._number(sign * self.largest) for sign in (-1, 1)]
+            clipped = self._unused(name)
+            nodes.append(helper.make_node("Clip", [name, *limits], [clipped], name=f"{module}/{clipped}"))
+            name = clipped
+        return [*nodes, helper.make_node("Cast", [name], [result], name=f"{module}/{result}", to=wanted)]
+
+    def _number(self, value: float) -> str:
+        name = self._unused("limit")
+        self.graph.initializer.append(numpy_helper.from_array(np.array(value, np.float32), name))
+        self.types[name] = int(TensorProto.FLOAT)
+        return name
+
+    def _unused(self, name: str) -> str:
+        number = 1
+        while f"{name}.{number}" in self.used:
+            number += 1
+        self.used.add(f"{name}.{number}")
+        return f"{name}.{number}"
+
+    def _retype(self, node: onnx.NodeProto, wanted: int) -> None:
+        """Give the attributes of a node that speak of its type the new one."""
+        for attribute in node.attribute:
+            if node.op_type == "Cast" and node.output[0] in self.types:
+                attribute.i = wanted
+            elif node.op_type == "ConstantOfShape" and node.output[0] in self.types:
+                filled = numpy_helper.to_array(attribute.t).astype(helper.tensor_dtype_to_np_dtype(wanted))
+                attribute.t.CopyFrom(numpy_helper.from_array(filled))
+            elif attribute.name == HIDING:
+                attribute.f = max(attribute.f, -self.largest)
+
+    def move_weights(self, path: Path) -> None:
+        """Let the weights stand in their new types in a file beside ``path``; one of them at a time is in memory."""
+        beside = path.with_suffix(".weights")
+        with beside.open("wb") as file:
+            for tensor in (one for part in graphs_of(self.graph) for one in part.initializer):
+                data = tensor_data(tensor, self.folder)
+                if tensor.data_type == TensorProto.FLOAT and self.types[tensor.name] == self.half:
+                    data = half_array(self._array(tensor), self.precision).tobytes()
+                    tensor.data_type = self.half
+                if len(data) < INLINE_BELOW:
+                    hold(tensor, data)
+                    continue
+                offset = file.tell()
+                file.write(data)
+                point(tensor, beside.name, offset, len(data))
+
+
+def _rename(graph: onnx.GraphProto, old: str, new: str) -> None:
+    """Give a value another name, wherever it is made or read."""
+    for part in graphs_of(graph):
+        for node in part.node:
+            for names in (node.input, node.output):
+                for place, name in enumerate(names):
+                    if name == old:
+                        names[place] = new
+            if node.output[0] == new:
+                # onnxruntime wants the names of nodes to differ, and ours end in what they make.
+                node.name = f"{node.name.partition('/')[0]}/{new}"
+        for tensor in part.initializer:
+            if tensor.name == old:
+                tensor.name = new
