@@ -145,7 +145,7 @@ def best_range(values: Floats) -> tuple[Range, float]:
     """Return the range that loses least of some activations, and the noise that it adds as a share of their power."""
     ends = float(values.min()), float(values.max())
     # With both ends, whatever is left out: a range that never saw them might cut off what matters.
-    some = np.append(values.ravel()[:: 1 + values.size // MOST_TRIED], np.float32(ends))
+    some = np.append(values.ravel()[:: 1 + values.size // MOST_TRIED], np.array(ends, np.float32))
     power = float(np.square(some, dtype=np.float64).sum())
     best, least = (1.0, 1.0), np.inf
     for cuts in [(1.0, cut) for cut in CUTS] + [(cut, None) for cut in CUTS]:
