@@ -14,7 +14,9 @@ from fatdeploy.errors import ConfigError
 from fatdeploy.export.contract import Choices
 from fatdeploy.export.g2p import NAME
 from fatdeploy.export.pipeline import weights_hash, write_bundle
+from fatdeploy.export.precision import Asked
 from fatdeploy.export.sources import model_from_source
+from fatdeploy.runtimes.gate import certificate_of, verified_quantized
 from fatdeploy.runtimes.hypothesis import Hypothesis
 from fatdeploy.runtimes.model import Model
 from fatdeploy.runtimes.options import DecodeOptions
@@ -56,7 +58,8 @@ class Demonstration:
 
     bundle: str
     bundle_bytes: int
-    parity: dict[str, Any]
+    parity: dict[str, Any]  # of the graphs in fp32
+    quantized: dict[str, Any] | None  # how close their integers come, measured here
     words: list[Pronounced]
     p50_ms: float
     p95_ms: float
@@ -71,9 +74,7 @@ def demonstrated(words: Sequence[str], folder: Path, stage: Callable[[str], None
     """Return what the bundled model makes of words; its bundle is exported to ``folder`` unless it is there."""
     bundle = _exported(folder, stage)
     stage("comparing with the reference's tokens")
-    engine = OrtEngine(bundle, threads=1, spinning=False)
-    parity = verified(engine, read_probes(bundle.file(PROBES))).as_dict()
-    engine.close()
+    parity, quantized = _compared(bundle)
     stage("pronouncing")
     with fatdeploy.load(folder, threads=1) as model:
         found = model.generate(list(words), DecodeOptions(num_beams=BEAMS, num_return_sequences=ALTERNATIVES))
@@ -81,7 +82,19 @@ def demonstrated(words: Sequence[str], folder: Path, stage: Callable[[str], None
         times = _times(model, words)
     shown = [_pronounced(*each) for each in zip(words, found, greedy, strict=True)]
     p50, p95 = np.percentile(np.array(times) * 1e3, [50, 95]).tolist()
-    return Demonstration(str(folder), bundle.total_bytes, parity, shown, p50, p95, 1)
+    return Demonstration(str(folder), bundle.total_bytes, parity, quantized, shown, p50, p95, 1)
+
+
+def _compared(bundle: Bundle) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return the parity of a bundle's graphs in fp32 and, of integers, how close they are to the reference here."""
+    engine = OrtEngine(bundle, threads=1, spinning=False)
+    try:
+        if bundle.manifest.quantization is None:
+            return verified(engine, read_probes(bundle.file(PROBES))).as_dict(), None
+        certificate = certificate_of(bundle)
+        return certificate["parity"], verified_quantized(engine, bundle, certificate)
+    finally:
+        engine.close()
 
 
 def _exported(folder: Path, stage: Callable[[str], None]) -> Bundle:
@@ -92,8 +105,8 @@ def _exported(folder: Path, stage: Callable[[str], None]) -> Bundle:
             raise ConfigError(f"{folder} is a bundle of {bundle.manifest.source.name}: name another with --bundle")
         if bundle.manifest.source.sha256 == weights_hash(model):
             return bundle
-    choices = Choices(attention_layer=0)
-    return write_bundle(model, folder, origin=origin, choices=choices, force=True, stage=stage)
+    choices, asked = Choices(attention_layer=0), Asked(precision="int8")
+    return write_bundle(model, folder, origin=origin, choices=choices, quantize=asked, force=True, stage=stage)
 
 
 def _pronounced(word: str, found: Hypothesis, greedy: Hypothesis) -> Pronounced:

@@ -4,12 +4,17 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from fatdeploy.bundle import DECODER, ENCODER, GATE, PARITY, PROBES, Bundle, write_manifest
-from fatdeploy.export.contract import flat_model
-from fatdeploy.export.examples import random_examples
-from fatdeploy.export.precision import Asked, Quantizer
-from fatdeploy.runtimes.gate import write_material
+from fatdeploy.bundle import DECODER, ENCODER, Bundle
+from fatdeploy.export.contract import Choices, Flat, flat_model
+from fatdeploy.export.examples import Example, examples_from_file, random_examples
+from fatdeploy.export.g2p import CALIBRATION, CHECKPOINT, NAME
+from fatdeploy.export.g2p import PROBES as G2P_PROBES
+from fatdeploy.export.pipeline import Origin, Plain, write_quantized
+from fatdeploy.export.precision import Asked, Integers, Quantizer
+from fatdeploy.export.sources import model_from_source
+from fatdeploy.runtimes.text import tokenizer_from_file
 from tests.bundles import bundle_of, model_of, shared_bundle
+from tests.words import g2p_bundle
 
 
 def quantizer_of(preset: str, asked: Asked) -> Quantizer:
@@ -28,28 +33,30 @@ def quantizer_of(preset: str, asked: Asked) -> Quantizer:
 
 
 @cache
-def quantized_of(preset: str, precision: str) -> Bundle:
+def quantized_of(preset: str, precision: Integers) -> Bundle:
     """Return a preset with integers for matrices."""
+    origin, spec = Origin(name=preset, random=True), model_of(preset).spec
+    examples = random_examples(spec, 0), random_examples(spec, 1)[:12]
+    return _shared(bundle_of(preset), flat_model(model_of(preset)), origin, Asked(precision=precision), examples)
 
+
+@cache
+def quantized_g2p(precision: Integers) -> Bundle:
+    """Return the bundled model with integers for matrices; the output matrix, which has few rows, not with 4 bits."""
+    model, origin = model_from_source(NAME)
+    plain, tokenizer = g2p_bundle(), tokenizer_from_file(CHECKPOINT / "tokenizer.json")
+    examples = [examples_from_file(path, plain.spec, tokenizer) for path in (CALIBRATION, G2P_PROBES)]
+    asked = Asked(precision=precision, of={"output": "int8"})
+    return _shared(plain, flat_model(model, Choices(attention_layer=0)), origin, asked, (examples[0], examples[1]))
+
+
+def _shared(
+    plain: Bundle, flat: Flat, origin: Origin, asked: Asked, examples: tuple[list[Example], list[Example]]
+) -> Bundle:
     def write(folder: Path) -> None:
         folder.mkdir()
-        asked = Asked(precision=precision)
-        quantizer = quantizer_of(preset, asked)
-        judged = quantizer.written(folder, enforced=False)
-        plain = bundle_of(preset)
-        for name in (PROBES, PARITY):
-            (folder / name).write_bytes((plain.path / name).read_bytes())
-        write_material(folder / GATE, quantizer.gate.material)
-        matrix = quantizer.model.output_matrix().detach().numpy()
-        placed = quantizer.placed_output(matrix, judged.quantization, folder)
-        write_manifest(
-            folder,
-            replace(
-                quantizer.manifest,
-                quantization=judged.quantization,
-                output_matrix=placed,
-                weights=quantizer.weights,
-            ),
-        )
+        graphs = {part: plain.path / part for part in (ENCODER, DECODER)}
+        model = Plain(flat, origin, "ort", traced={}, graphs=graphs, stage=lambda _: None)
+        write_quantized(model, plain, folder, asked, *examples)
 
-    return shared_bundle(f"{preset}-{precision}", write)
+    return shared_bundle(f"{origin.name}-{asked.precision}", write)

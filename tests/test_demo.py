@@ -1,6 +1,7 @@
 """The demonstration, as a user sees it."""
 
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
@@ -8,6 +9,7 @@ from click.testing import CliRunner
 from fatdeploy.cli import main
 from fatdeploy.export.demo import Pronounced, picture_lines
 from tests.bundles import bundle_of
+from tests.quantized import quantized_g2p
 from tests.words import g2p_bundle
 
 
@@ -23,6 +25,17 @@ def test_the_demonstration_shows_words_alternatives_letters_latency_and_parity()
     assert [line.split()[0] for line in lines[6:11]] == ["N", "EY1", "SH", "AH0", "N"]
     assert lines[12].startswith("latency of a word, greedy, 1 thread: p50 ")
     assert "rows are the reference's" in lines[13]
+
+
+def test_the_demonstration_of_integers_says_how_close_they_come() -> None:
+    run = CliRunner().invoke(main, ["demo", "kit", "--bundle", str(quantized_g2p("int8").path)])
+    assert run.exit_code == 0, run.output
+    lines = run.stdout.splitlines()
+    assert lines[1].startswith("kit   K IH1 T  (-0.")
+    assert "rows are the reference's; chosen logits within" in lines[-3]
+    assert re.match(
+        r"int8: (99\.\d+|100\.00)% of 3\d{3} tokens and 4\d\d of 500 words are the reference's; a row", lines[-2]
+    )
 
 
 def test_the_demonstration_as_json_has_all_of_it() -> None:

@@ -11,9 +11,10 @@ import pytest
 
 import fatdeploy
 from benchmarks.g2p import errors
-from fatdeploy.bundle import Dialect
+from fatdeploy.bundle import PARITY, Dialect
 from fatdeploy.export.g2p import CHECKPOINT
 from fatdeploy.export.g2p.data import entries_from_text
+from fatdeploy.export.precision import Integers
 from fatdeploy.export.training.run import REPORT
 from fatdeploy.runtimes.decode import decode, padded
 from fatdeploy.runtimes.engine import Engine
@@ -21,6 +22,7 @@ from fatdeploy.runtimes.hypothesis import Hypothesis
 from fatdeploy.runtimes.lockstep import agreement_of, compared
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort import OrtEngine
+from tests.quantized import quantized_g2p
 from tests.words import g2p_bundle, ids_of_test_words, parts, reference, references
 
 ROOT = Path(__file__).parent.parent
@@ -90,6 +92,20 @@ def test_words_that_it_never_saw_are_pronounced_as_well_as_the_results_say(beams
     result = json.loads((ROOT / "benchmarks" / "results" / "g2p.json").read_text())
     [expected] = [row for row in result["results"] if (row["engine"], row["batch"], row["beams"]) == ("g2p", 1, beams)]
     assert errors(said, list(references().values())) == pytest.approx(expected["errors"], abs=0.051)
+
+
+@pytest.mark.parametrize(("precision", "points"), [("int8", 0.3), ("int4", 1.0)])
+def test_integers_cost_few_wrong_phonemes(precision: Integers, points: float) -> None:
+    bundle, accepted = quantized_g2p(precision), list(references().values())
+    gate = json.loads(bundle.file(PARITY).read_text())["gate"]
+    assert gate["enforced"]
+    assert gate["agreement"]["share"] >= 0.99
+    assert gate["row_difference"] == 0
+    rates = []
+    for one in (bundle, g2p_bundle()):
+        with fatdeploy.load(one.path, threads=1) as model:
+            rates.append(errors([found.text or "" for found in model.generate(list(references()))], accepted)["per"])
+    assert rates[0] - rates[1] <= points
 
 
 def test_the_readme_says_what_words_become() -> None:
