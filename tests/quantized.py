@@ -4,17 +4,34 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from fatdeploy.bundle import DECODER, ENCODER, GATE, PARITY, PROBES, Bundle, write_manifest
-from fatdeploy.export.contract import flat_model
+from fatdeploy.bundle import (
+    DECODER,
+    ENCODER,
+    GATE,
+    PARITY,
+    PROBES,
+    REQUIRED,
+    Bundle,
+    Manifest,
+    Provenance,
+    Quantization,
+    write_manifest,
+)
+from fatdeploy.export.contract import Flat, flat_model
 from fatdeploy.export.examples import random_examples
 from fatdeploy.export.precision import Asked, Quantizer
 from fatdeploy.runtimes.gate import write_material
 from tests.bundles import bundle_of, model_of, shared_bundle
+from tests.scripted import SPEC
 
 
 def quantizer_of(preset: str, asked: Asked) -> Quantizer:
     """Return what quantizes a preset with random weights."""
-    plain, flat = bundle_of(preset), flat_model(model_of(preset))
+    return quantizer_from(bundle_of(preset), flat_model(model_of(preset)), asked)
+
+
+def quantizer_from(plain: Bundle, flat: Flat, asked: Asked) -> Quantizer:
+    """Return what quantizes a bundle that was exported from a model."""
     return Quantizer(
         flat,
         {part: plain.path / part for part in (ENCODER, DECODER)},
@@ -53,3 +70,21 @@ def quantized_of(preset: str, precision: str) -> Bundle:
         )
 
     return shared_bundle(f"{preset}-{precision}", write)
+
+
+def hollow_bundle(folder: Path, quantization: Quantization | None, **files: bytes) -> Bundle:
+    """Return a bundle of the scripted engine's model that has no graphs, only these files: ``gate_npz`` is gate.npz."""
+    folder.mkdir()
+    for name, data in {**dict.fromkeys(REQUIRED, b""), **files}.items():
+        (folder / name.replace("_", ".")).write_bytes(data)
+    manifest = Manifest(
+        spec=SPEC,
+        target="ort-cpu",
+        precision="fp32" if quantization is None else "int8",
+        dialect="ort",
+        opset=24,
+        versions={},
+        source=Provenance("hollow", "0" * 64, None),
+        quantization=quantization,
+    )
+    return write_manifest(folder, manifest)
