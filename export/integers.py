@@ -16,8 +16,8 @@ LEVELS = 255
 CUTS = tuple(step / 20 for step in range(20, 4, -1))
 # Numbers of an activation that ranges are tried on.
 MOST_TRIED = 2**18
-# Larger blocks are faster by a tenth at most, but their kernel sums a row of a batch in another order than one alone: by
-# 2e-6, which the rounding of the next activations makes 4e-2 (x86 with AVX-512, onnxruntime 1.31).
+# Larger blocks are faster by a tenth at most, but their kernel sums a row of a batch in another order than one alone:
+# by 2e-6, which the rounding of the next activations makes 4e-2 (x86 with AVX-512, onnxruntime 1.31).
 BLOCK_SIZES = (16, 32)
 # Of blocks of 4 bits: a smaller block is more exact and larger on disk; it must be this much better to be taken.
 WORTH = 0.9
@@ -145,7 +145,7 @@ def best_range(values: Floats) -> tuple[Range, float]:
     """Return the range that loses least of some activations, and the noise that it adds as a share of their power."""
     ends = float(values.min()), float(values.max())
     # With both ends, whatever is left out: a range that never saw them might cut off what matters.
-    some = np.append(values.ravel()[:: 1 + values.size // MOST_TRIED], np.float32(ends))
+    some = np.append(values.ravel()[:: 1 + values.size // MOST_TRIED], np.array(ends, np.float32))
     power = float(np.square(some, dtype=np.float64).sum())
     best, least = (1.0, 1.0), np.inf
     for cuts in [(1.0, cut) for cut in CUTS] + [(cut, None) for cut in CUTS]:
