@@ -123,7 +123,7 @@ def _verify_quantized(
     if as_json:
         click.echo(json.dumps(found))
         return
-    bar = f"the bar is {found['bar']:.0%}" if found["enforced"] else "random weights: no bar"
+    bar = f"the bar is {found['bar']:.2%}" if found["enforced"] else "random weights: no bar"
     click.echo(
         f"{bundle.path}: {found['same_tokens']} of {found['tokens']} tokens ({found['share']:.2%}) and "
         f"{found['same_sequences']} of {found['sequences']} targets are the reference's ({bar}; "
