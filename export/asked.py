@@ -40,6 +40,8 @@ def asked_of(chosen: Mapping[str, Any]) -> Asked | None:
             "--probes": chosen["probes"] is not None,
             "--recover": chosen["recover"],
             "--cpu": chosen["cpu"] != "any",
+            "--min-agreement": chosen["min_agreement"] != Bar().agreement,
+            "--max-loss": chosen["max_loss"] != Bar().points,
         }
         reasons = [f"{name} is for integers" for name, given in useless.items() if given]
         if reasons:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fatdeploy.errors import ConfigError
 from fatdeploy.pairs import error_of_lines, read_sources
@@ -32,26 +33,35 @@ def examples_from_file(path: Path, spec: ModelSpec, tokenizer: Tokenizer | None)
     targets: dict[str, list[str]] = {}
     for number, (text, target) in enumerate(lines, 1):
         if text not in sources:
-            try:
-                ids = _ids(text, tokenizer)
-                reason = wrong_source(ids, spec)
-            except ConfigError as error:
-                reason = str(error)
+            ids = _ids(text, tokenizer)
+            reason = _wrong(ids, spec)
             if reason:
                 wrong.append(f"source {reason} at line {number}")
                 continue
-            sources[text] = ids
+            sources[text] = ids.astype(np.int64)
         targets.setdefault(text, []).extend([] if target is None else [target])
     if wrong:
         raise error_of_lines(path, wrong, f"{len(lines)} lines", "the model must be able to read every source")
     return [Example(ids, tuple(dict.fromkeys(targets[text]))) for text, ids in sources.items()]
 
 
-def _ids(text: str, tokenizer: Tokenizer | None) -> Tokens:
+def _ids(text: str, tokenizer: Tokenizer | None) -> NDArray[np.generic]:
     """Return the tokens of a line: of its text or, where there is no tokenizer, the ids that stand there."""
-    if tokenizer is None:
-        return np.array(ids_from_text("source", text), np.int64)
-    return np.asarray(tokenizer.encoded(text).ids, np.int64)
+    if tokenizer is not None:
+        return tokenizer.encoded(text).ids
+    try:
+        return np.array(ids_from_text("source", text))
+    except ConfigError:
+        return np.array(text.split())
+
+
+def _wrong(ids: NDArray[np.generic], spec: ModelSpec) -> str:
+    """Return why a source cannot be used; empty if it can. None is cut: nobody would see that it was."""
+    if ids.ndim == 1 and ids.size > spec.max_source:
+        return f"has {ids.size} tokens, more than max_source = {spec.max_source}"
+    if ids.dtype.kind == "U":
+        return "is no row of token ids with blanks between them, and there is no tokenizer"
+    return wrong_source(ids, spec)
 
 
 def random_examples(spec: ModelSpec, seed: int) -> list[Example]:

@@ -16,6 +16,7 @@ from fatdeploy.export.trace import INNER
 
 # Smaller matrices (a gate of one column, say) gain nothing and are often what the numbers hang on.
 SMALLEST = 1024
+BIAS = ".bias"
 
 
 @dataclass
@@ -91,6 +92,11 @@ def _product(scope: Scope, node: onnx.NodeProto) -> Product | None:
 
 
 def _module(product: Product) -> str:
+    """Return the module that a product comes from: of its bias, because torch forgets the modules of branches."""
+    added = [node.input for node in product.scope.graph.node if product.node.output[0] in node.input]
+    biases = [name for inputs in added for name in inputs if name.startswith(INNER) and name.endswith(BIAS)]
+    if biases:
+        return str(biases[0]).removeprefix(INNER).removesuffix(BIAS)
     # A node outside of all modules, such as the output projection, reads a tensor that has a name of its own.
     module = product.node.name.partition("/")[0]
     return module or product.weight.name.removeprefix(INNER).removesuffix(".weight")

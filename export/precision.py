@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from fatdeploy.bundle import (
     DECODER,
+    EMBEDDING,
     SATURATION,
     Bundle,
     CpuClass,
@@ -33,11 +34,12 @@ from fatdeploy.runtimes.gate import check_rows, checked_on
 from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.runtimes.text import Tokenizer
 from fatdeploy.spec import ModelSpec
+from fatdeploy.tables import aligned
 
 Integers = Literal["int8", "int4"]
 Graphs = Mapping[str, Path]
 
-EMBEDDING, OUTPUT = "embedding", "output"
+OUTPUT = "output"
 # Bits of a signed 8-bit weight that may be used: where two products are added in 16 bits, all eight overflow.
 WEIGHT_BITS: dict[CpuClass, WeightBits] = {"any": 7, "x86-avx2": 7, "x86-vnni": 8, "arm64": 8}
 # A range that adds so much noise, and so many times that of a scale for each row, does not serve a matrix.
@@ -153,7 +155,7 @@ class Quantizer:
         if enforced and not judged.judgement.passes(asked.bar):
             order = self._by_sensitivity()
             if not asked.recover:
-                raise ParityFailed(self._refusal(judged.judgement, order))
+                raise self._refusal(judged.judgement, order)
             kept, judged = self._recovered(folder, [name for name, _ in order])
         return replace(judged, kept=tuple(kept), quantization=replace(judged.quantization, enforced=enforced))
 
@@ -223,6 +225,8 @@ class Quantizer:
     def _by_sensitivity(self) -> list[tuple[str, float]]:
         """Return the matrices with the error of logits that each alone brings about, worst first."""
         units = [one.name for one in self.matrices]
+        if not any(one.tied for one in self.matrices):
+            units.append(EMBEDDING)  # a table of its own
         found = []
         for index, name in enumerate(units, 1):
             self.stage(f"looking at matrix {index} of {len(units)}")
@@ -249,11 +253,9 @@ class Quantizer:
 
     def _recovered(self, folder: Path, order: Sequence[str]) -> tuple[Sequence[str], Judged]:
         """Keep the worst matrices in the next higher precision, as few as reach the bar."""
-        tried: dict[int, Judged] = {}
 
         def passes(count: int) -> bool:
-            tried[count] = self._tried(folder, self._raised(order[:count]))
-            return tried[count].judgement.passes(self.asked.bar)
+            return self._tried(folder, self._raised(order[:count])).judgement.passes(self.asked.bar)
 
         count = fewest_kept(order, passes)
         last = self._tried(folder, self._raised(order[:count]))
@@ -272,14 +274,15 @@ class Quantizer:
                 raised[EMBEDDING] = raised[name]
         return raised
 
-    def _refusal(self, judgement: Judgement, order: Sequence[tuple[str, float]]) -> str:
+    def _refusal(self, judgement: Judgement, order: Sequence[tuple[str, float]]) -> ParityFailed:
         bar = self.asked.bar
-        table = "\n".join(f"  {name:<40} {error:.1e}" for name, error in order)
-        return (
-            f"the gate refuses this {self.asked.precision} bundle: {judgement.line()}; the bar is {bar.agreement:.1%} "
+        worst = f"{order[0][0]}={HIGHER[self.precisions[order[0][0]]]}" if order else "NAME=PRECISION"
+        return ParityFailed(
+            f"the gate refuses this {self.asked.precision} bundle: {judgement.line()}; the bar is {bar.agreement:.2%} "
             f"of tokens and {bar.points} points. Keep the worst matrices in a higher precision (--recover does it, or "
-            f"--precision-of '{order[0][0] if order else 'NAME'}={HIGHER[self.asked.precision]}'), or give better "
-            f"--calibration. Each matrix alone, and the error of logits that it brings, worst first:\n{table}"
+            f"--precision-of '{worst}'), or give better --calibration. Each matrix alone, and the error of logits that "
+            "it brings, worst first:",
+            table=aligned([(name, f"{error:.1e}") for name, error in order], indent=2),
         )
 
 

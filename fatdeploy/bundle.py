@@ -26,6 +26,8 @@ MANIFEST, ENCODER, DECODER, WEIGHTS = "manifest.json", "encoder.onnx", "decoder.
 TOKENIZER, PARITY, PROBES = "tokenizer.json", "parity.json", "probes.npz"
 # Of quantized bundles: what they are judged by, and what shows whether this CPU multiplies their integers rightly.
 GATE, SATURATION = "gate.npz", "saturation.onnx"
+# Among the matrices of a Quantization: the table that tokens are looked up in, which may be one of the others.
+EMBEDDING = "embedding"
 REQUIRED = (ENCODER, DECODER, WEIGHTS)  # of every target: a TensorRT plan is built from them on the device
 
 _LARGEST_MANIFEST = 16 << 20
@@ -93,7 +95,7 @@ class OutputMatrix:
 class Quantization:
     """How the matrices of a bundle became integers.
 
-    ``matrices`` says of each how: ``int8 static``, ``int8 by row``, ``int4 of 32``, ``fp32``. ``weight_bits`` are those
+    ``matrices`` says of each how: ``int8 static``, ``int8 by row``, ``int4``, ``fp32``. ``weight_bits`` are those
     of 8-bit weights that are used: 7 of them cannot saturate on any CPU. ``enforced`` is whether a bar had to be met.
     """
 

@@ -29,7 +29,7 @@ log = logging.getLogger("fatdeploy")
 
 
 class LazyGroup(click.Group):
-    """A group that finds its commands by name, and turns our errors into one line and exit code 1."""
+    """A group that finds its commands by name, and turns our errors into one line (and their table) and exit code 1."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return sorted(COMMANDS)
@@ -48,6 +48,8 @@ class LazyGroup(click.Group):
         except FatdeployError as error:
             log.debug("traceback of the error below", exc_info=True)
             click.echo(f"Error: {' '.join(str(error).split())}", err=True)
+            for line in error.table:
+                click.echo(line, err=True)
             ctx.exit(1)
 
 

@@ -4,7 +4,14 @@ from collections.abc import Iterable
 
 
 class FatdeployError(Exception):
-    """Base of all errors that fatdeploy raises on purpose; the command line prints them without a traceback."""
+    """Base of all errors that fatdeploy raises on purpose; the command line prints them without a traceback.
+
+    ``table`` are lines that do not fit into the one line of the message; the command line prints them below it.
+    """
+
+    def __init__(self, *said: object, table: Iterable[str] = ()) -> None:
+        super().__init__(*said)
+        self.table = tuple(table)
 
 
 class ConfigError(FatdeployError, ValueError):

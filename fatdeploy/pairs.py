@@ -8,6 +8,7 @@ from pathlib import Path
 from fatdeploy.errors import DataError, in_one_line
 
 FORM = "a line is a source, one TAB and a target, in UTF-8"
+FORM_OF_SOURCES = "a line is a source, or a source, one TAB and a target, in UTF-8"
 
 # Bad lines that a message names; the others are counted.
 MOST_NAMED = 20
@@ -27,7 +28,7 @@ def read_pairs(path: Path) -> list[Pair]:
     Nothing is stripped but the ends of lines (LF or CRLF) and a byte order mark at the start. A source may stand on
     several lines.
     """
-    lines = _lines(path)
+    lines = _lines(path, "pairs", FORM)
     pairs, wrong = [], []
     for number, line in enumerate(lines, 1):
         found = _pair(line)
@@ -44,7 +45,7 @@ def read_sources(path: Path) -> list[tuple[str, str | None]]:
     """Return the sources of a file, each with its target where the line has one after a TAB."""
     found: list[tuple[str, str | None]] = []
     wrong = []
-    lines = _lines(path)
+    lines = _lines(path, "sources", FORM_OF_SOURCES)
     for number, line in enumerate(lines, 1):
         one = _pair(line if b"\t" in line else line + b"\tnone")
         if isinstance(one, Pair):
@@ -52,9 +53,7 @@ def read_sources(path: Path) -> list[tuple[str, str | None]]:
         else:
             wrong.append(f"{one[0]} at line {number}{one[1]}")
     if wrong:
-        raise error_of_lines(
-            path, wrong, f"{len(lines)} lines", "a line is a source, or a source, one TAB and a target"
-        )
+        raise error_of_lines(path, wrong, f"{len(lines)} lines", FORM_OF_SOURCES)
     return found
 
 
@@ -66,13 +65,13 @@ def error_of_lines(path: Path, wrong: Sequence[str], among: str, expected: str =
     return DataError(f"{told}; {expected}: mend or remove them")
 
 
-def _lines(path: Path) -> list[bytes]:
+def _lines(path: Path, kind: str, form: str) -> list[bytes]:
     try:
         data = path.read_bytes()
     except IsADirectoryError as error:
-        raise DataError(f"{path} is a folder, expected a file of pairs: {FORM}") from error
+        raise DataError(f"{path} is a folder, expected a file of {kind}: {form}") from error
     except FileNotFoundError as error:
-        raise DataError(f"{path} does not exist, expected a file of pairs: {FORM}") from error
+        raise DataError(f"{path} does not exist, expected a file of {kind}: {form}") from error
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     # Not splitlines: a form feed or a line separator may be part of a text.
@@ -80,7 +79,7 @@ def _lines(path: Path) -> list[bytes]:
     if not lines[-1]:
         lines.pop()
     if not lines:
-        raise DataError(f"{path} is empty, expected a file of pairs: {FORM}")
+        raise DataError(f"{path} is empty, expected a file of {kind}: {form}")
     return [line.removesuffix(b"\r") for line in lines]
 
 

@@ -129,12 +129,13 @@ def _verify_quantized(
     if as_json:
         click.echo(json.dumps(found))
         return
-    bar = f"the bar is {found['bar']:.0%}" if found["enforced"] else "random weights: no bar"
+    bar = f"the bar is {found['bar']:.2%}" if found["enforced"] else "random weights: no bar"
+    apart = found["row_difference"]
+    rows = f"differs from the row alone by {apart:.0e}" if apart else "is what the row alone is, bit for bit"
     click.echo(
         f"{bundle.path}: {found['same_tokens']} of {found['tokens']} tokens ({found['share']:.2%}) and "
         f"{found['same_sequences']} of {found['sequences']} targets are the reference's ({bar}; "
-        f"{found['recorded_share']:.2%} when it was exported); a row of a batch differs from the row alone by "
-        f"{found['row_difference']:.0e}"
+        f"{found['recorded_share']:.2%} when it was exported); a row of a batch {rows}"
     )
 
 

@@ -89,11 +89,22 @@ def read_material(bundle: Bundle) -> Material:
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             found = Material(**{name: file[name] for name in ("source", "mask", "tokens", "lengths")})
-        if not found.source.shape == found.mask.shape or not len(found.tokens) == len(found.lengths) == len(found.mask):
-            raise ValueError(f"arrays of shapes {found.source.shape}, {found.mask.shape}, {found.tokens.shape}")
+        _check_arrays(found)
     except Exception as error:  # zip, zlib and numpy each have errors of their own
         raise BundleError(f"cannot read {path}: {error}; export the bundle again") from error
     return found
+
+
+def _check_arrays(found: Material) -> None:
+    """Raise ValueError unless the arrays are sources and targets."""
+    arrays = found.source, found.mask, found.tokens, found.lengths
+    described = [f"{one.dtype} {list(one.shape)}" for one in arrays]
+    kinds = [one.dtype for one in arrays] == [np.int64, np.bool_, np.int64, np.int64]
+    axes = [one.ndim for one in arrays] == [2, 2, 2, 1] and found.source.shape == found.mask.shape
+    if not kinds or not axes or not 0 < len(found.source) == len(found.tokens) == len(found.lengths):
+        raise ValueError(f"no sources and targets: {', '.join(described)}")
+    if found.lengths.min() < 1 or found.lengths.max() > found.tokens.shape[1]:
+        raise ValueError(f"targets have 1…{found.tokens.shape[1]} tokens, found {found.lengths.tolist()}")
 
 
 def forced_logits(engine: Engine[State], material: Material) -> Floats:
@@ -180,7 +191,12 @@ def certificate_of(bundle: Bundle) -> dict[str, Any]:
 def recorded_here(bundle: Bundle, share: float) -> None:
     """Add this machine's kind of CPU to a bundle's certificate, in the place of an earlier entry of the same kind."""
     certificate, here = certificate_of(bundle), checked_on(share)
-    others = [one for one in certificate.get("checked_on", []) if one.get("cpu_class") != here["cpu_class"]]
+    try:
+        others = [one for one in certificate.get("checked_on", []) if one.get("cpu_class") != here["cpu_class"]]
+    except (TypeError, AttributeError) as error:
+        raise BundleError(
+            f"{bundle.path / PARITY} does not say where it was checked ({error}); export the bundle again"
+        ) from error
     certificate["checked_on"] = [*others, here]
     with replaced_folder(bundle.path, force=True) as new:
         for name in (name for name in bundle.manifest.files if name != PARITY):
@@ -188,6 +204,16 @@ def recorded_here(bundle: Bundle, share: float) -> None:
             shutil.copyfile(bundle.file(name), new / name)
         (new / PARITY).write_text(json.dumps(certificate, indent=2, sort_keys=True) + "\n")
         write_manifest(new, bundle.manifest)
+        # Files that are none of the bundle's are somebody's: they stay, and stay unlisted.
+        shutil.copytree(
+            bundle.path,
+            new,
+            symlinks=True,
+            dirs_exist_ok=True,
+            ignore=lambda folder, names: [
+                name for name in names if (new / Path(folder).relative_to(bundle.path) / name).is_file()
+            ],
+        )
 
 
 def checked_on(share: float) -> dict[str, Any]:
@@ -208,9 +234,6 @@ def cpu_class(machine: Machine) -> CpuClass | None:
 
 def verified_quantized(engine: Engine[State], bundle: Bundle, certificate: dict[str, Any]) -> dict[str, Any]:
     """Return how close a quantized bundle is to the reference on this machine; below its bar is ParityFailed."""
-    material = read_material(bundle)
-    apart = check_rows(engine, material, bundle.manifest.precision)
-    found = agreement_of(engine, material)
     try:
         gate = certificate["gate"]
         bar, enforced, recorded = float(gate["bar"]), bool(gate["enforced"]), float(gate["agreement"]["share"])
@@ -218,9 +241,12 @@ def verified_quantized(engine: Engine[State], bundle: Bundle, certificate: dict[
         raise BundleError(
             f"{bundle.path / PARITY} says nothing of the gate ({error}); export the bundle again"
         ) from error
-    if enforced and found.share < bar:
+    material = read_material(bundle)
+    apart = check_rows(engine, material, bundle.manifest.precision)
+    found = agreement_of(engine, material)
+    if enforced and not found.share >= bar:
         raise ParityFailed(
             f"{found.same_tokens} of {found.tokens} tokens are the reference's here ({found.share:.2%}), the bar is "
-            f"{bar:.0%} and {recorded:.2%} were when it was exported: this CPU computes something else"
+            f"{bar:.2%} and {recorded:.2%} were when it was exported: this CPU computes something else"
         )
     return {**found.as_dict(), "recorded_share": recorded, "bar": bar, "enforced": enforced, "row_difference": apart}

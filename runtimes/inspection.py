@@ -1,10 +1,11 @@
 """What a bundle is, from its manifest and certificate alone. Opens no graph, needs no engine."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from fatdeploy.bundle import DECODER, ENCODER, PARITY, Bundle
+from fatdeploy.bundle import DECODER, EMBEDDING, ENCODER, PARITY, Bundle
 from fatdeploy.errors import BundleError
 from fatdeploy.records import json_from_record
 from fatdeploy.tables import aligned
@@ -41,7 +42,9 @@ def _certificate(bundle: Bundle) -> Any:
         return None
     try:
         certificate = json.loads(bundle.file(PARITY).read_text())
-        _verified(certificate)  # all that is shown of it must be there
+        # All that is shown of it must be there.
+        _verified(certificate)
+        _checked_on(certificate)
     except (ValueError, LookupError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise BundleError(f"{bundle.path / PARITY} cannot be read: {reason}; export the bundle again") from error
@@ -60,10 +63,23 @@ def inspection_lines(found: dict[str, Any]) -> Iterator[str]:
 
 def _bundle_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     yield "target", f"{found['target']} ({found['dialect']} dialect, opset {found['opset']})"
-    yield "precision", found["precision"]
+    yield "precision", found["precision"] + _quantized(found["quantization"])
     yield "size", f"{found['bytes'] / 1e6:.1f} MB in {len(found['files']) + 1} files"
     yield "parameters", f"{found['parameters']:,}"
     yield "digest", found["digest"]
+
+
+def _quantized(quantization: dict[str, Any] | None) -> str:
+    """Say for which CPUs a bundle's integers are, and how many matrices are stored in which way."""
+    if quantization is None:
+        return ""
+    matrices = {name: kind for name, kind in quantization["matrices"].items() if name != EMBEDDING}
+    kinds = [f"{count} {kind}" for kind, count in sorted(Counter(matrices.values()).items())]
+    embedding = quantization["matrices"].get(EMBEDDING)
+    return (
+        f" for --cpu {quantization['cpu']} ({quantization['weight_bits']}-bit weights in int8); "
+        f"{len(matrices)} matrices: {', '.join(kinds)}" + (f"; embedding {embedding}" if embedding else "")
+    )
 
 
 def _model_rows(spec: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -103,10 +119,23 @@ def _origin_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     yield "made with", ", ".join(f"{name} {version}" for name, version in sorted(found["versions"].items()))
     if certificate:
         yield "verified", _verified(certificate)
+        if certificate.get("checked_on"):
+            yield "checked on", _checked_on(certificate)
 
 
 def _verified(certificate: dict[str, Any]) -> str:
     parity, cpu = certificate["parity"], certificate["machine"]["cpu"] or "an unknown CPU"
     # Half precision has some of the reference's tokens, fp32 all.
     some = f"{parity['same']} of " if "same" in parity else ""
-    return f"{some}{parity['tokens']} tokens of {parity['rows']} rows on {cpu}, {certificate['engine']}"
+    exact = f"{some}{parity['tokens']} tokens of {parity['rows']} rows on {cpu}, {certificate['engine']}"
+    if "gate" not in certificate:
+        return exact
+    gate, precision = certificate["gate"], certificate["precision"]
+    found, bar = gate["agreement"], f"the bar was {gate['bar']:.2%}" if gate["enforced"] else "random weights: no bar"
+    return f"{precision}: {found['share']:.2%} of {found['tokens']} tokens ({bar}); before, in fp32: {exact}"
+
+
+def _checked_on(certificate: dict[str, Any]) -> str:
+    """Say on which kinds of CPU a quantized bundle was checked, and how close it was there."""
+    entries = certificate.get("checked_on", [])
+    return ", ".join(f"{one['cpu_class'] or 'an unknown CPU'} ({one['share']:.2%})" for one in entries)

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from fatdeploy.bundle import SATURATION, Bundle
 from fatdeploy.errors import BackendUnavailable
+from fatdeploy.runtimes.ort_sessions import run_failed
 from fatdeploy.spec import SATURATION_INPUT, SATURATION_OUTPUT
 
 # One row, and as many as other kernels are used for.
@@ -18,16 +19,24 @@ def check_saturation(ort: Any, bundle: Bundle) -> None:
     quantization = bundle.manifest.quantization
     if quantization is None:
         return
+    limit = 2 ** (quantization.weight_bits - 1) - 1
+    for width, found in _sums(ort, bundle):
+        refuse_overflow(found, width * 255 * limit, bundle)
+
+
+def _sums(ort: Any, bundle: Bundle) -> list[tuple[int, NDArray[np.int32]]]:
+    """Return how many products are added and what comes of it, for a row and for several."""
+    path = bundle.file(SATURATION)
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
-    session = ort.InferenceSession(str(bundle.file(SATURATION)), options, providers=["CPUExecutionProvider"])
-    width = session.get_inputs()[0].shape[1]
-    limit = 2 ** (quantization.weight_bits - 1) - 1
-    for rows in ROWS:
-        largest = np.full((rows, width), 255, np.uint8)
-        (found,) = session.run([SATURATION_OUTPUT], {SATURATION_INPUT: largest})
-        refuse_overflow(found, width * 255 * limit, bundle)
+    try:
+        session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        width = session.get_inputs()[0].shape[1]
+        given = [np.full((rows, width), 255, np.uint8) for rows in ROWS]
+        return [(width, session.run([SATURATION_OUTPUT], {SATURATION_INPUT: largest})[0]) for largest in given]
+    except Exception as error:  # onnxruntime's have no base of their own
+        raise run_failed(bundle, SATURATION, error) from error
 
 
 def refuse_overflow(found: NDArray[np.int32], expected: int, bundle: Bundle) -> None:

@@ -4,7 +4,16 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from fatdeploy.bundle import DECODER, ENCODER, Bundle
+from fatdeploy.bundle import (
+    DECODER,
+    ENCODER,
+    REQUIRED,
+    Bundle,
+    Manifest,
+    Provenance,
+    Quantization,
+    write_manifest,
+)
 from fatdeploy.export.contract import Choices, Flat, flat_model
 from fatdeploy.export.examples import Example, examples_from_file, random_examples
 from fatdeploy.export.g2p import CALIBRATION, CHECKPOINT, NAME
@@ -14,12 +23,17 @@ from fatdeploy.export.precision import Asked, Integers, Quantizer
 from fatdeploy.export.sources import model_from_source
 from fatdeploy.runtimes.text import tokenizer_from_file
 from tests.bundles import bundle_of, model_of, shared_bundle
+from tests.scripted import SPEC
 from tests.words import g2p_bundle
 
 
 def quantizer_of(preset: str, asked: Asked) -> Quantizer:
     """Return what quantizes a preset with random weights."""
-    plain, flat = bundle_of(preset), flat_model(model_of(preset))
+    return quantizer_from(bundle_of(preset), flat_model(model_of(preset)), asked)
+
+
+def quantizer_from(plain: Bundle, flat: Flat, asked: Asked) -> Quantizer:
+    """Return what quantizes a bundle that was exported from a model."""
     return Quantizer(
         flat,
         {part: plain.path / part for part in (ENCODER, DECODER)},
@@ -60,3 +74,21 @@ def _shared(
         write_quantized(model, plain, folder, asked, *examples)
 
     return shared_bundle(f"{origin.name}-{asked.precision}", write)
+
+
+def hollow_bundle(folder: Path, quantization: Quantization | None, **files: bytes) -> Bundle:
+    """Return a bundle of the scripted engine's model that has no graphs, only these files: ``gate_npz`` is gate.npz."""
+    folder.mkdir()
+    for name, data in {**dict.fromkeys(REQUIRED, b""), **files}.items():
+        (folder / name.replace("_", ".")).write_bytes(data)
+    manifest = Manifest(
+        spec=SPEC,
+        target="ort-cpu",
+        precision="fp32" if quantization is None else "int8",
+        dialect="ort",
+        opset=24,
+        versions={},
+        source=Provenance("hollow", "0" * 64, None),
+        quantization=quantization,
+    )
+    return write_manifest(folder, manifest)

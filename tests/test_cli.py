@@ -48,6 +48,7 @@ def fail():
 sys.modules["failing"] = types.SimpleNamespace(fail=fail)
 cli.COMMANDS["fail"] = "failing"
 """
+WITH_TABLE = FAILING.replace('again")', 'again", table=["  output   4.2e-04", "  encoder  1.0e-05"])')
 
 
 def run(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
@@ -120,6 +121,16 @@ def test_an_error_of_ours_is_one_line_and_exit_code_1() -> None:
     ran = run("fail", before=FAILING)
     assert (ran.returncode, ran.stdout) == (1, "")
     assert ran.stderr == "Error: weights.bin is missing: expected 10 bytes, found none. Export again\n"
+
+
+def test_a_table_stands_below_the_one_line_as_it_is() -> None:
+    ran = run("fail", before=WITH_TABLE)
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert ran.stderr.splitlines() == [
+        "Error: weights.bin is missing: expected 10 bytes, found none. Export again",
+        "  output   4.2e-04",
+        "  encoder  1.0e-05",
+    ]
 
 
 def test_the_traceback_is_there_for_who_asks() -> None:

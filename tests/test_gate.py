@@ -1,0 +1,517 @@
+"""The gate of quantized bundles: what is counted and refused, what a certificate says, and what is kept to pass."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fatdeploy.bundle import EMBEDDING, GATE, PARITY, Bundle, Quantization, read_bundle
+from fatdeploy.errors import BundleError, ParityFailed
+from fatdeploy.export.contract import flat_model
+from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.examples import Example, random_examples
+from fatdeploy.export.gate import Bar, Gate, Judgement, MetricChange, fewest_kept
+from fatdeploy.export.precision import Asked, Quantizer
+from fatdeploy.machine import Machine
+from fatdeploy.runtimes import gate
+from fatdeploy.runtimes.engine import StepOut, Want
+from fatdeploy.runtimes.gate import (
+    Agreement,
+    Material,
+    agreement_of,
+    check_rows,
+    cpu_class,
+    read_material,
+    recorded_here,
+    verified_quantized,
+    write_material,
+)
+from fatdeploy.spec import Tokens
+from tests.bundles import model_of
+from tests.quantized import hollow_bundle, quantizer_from, quantizer_of
+from tests.scripted import SPEC, ScriptedEngine
+from tests.test_choices_of_export import aligned
+
+TINY = "transformer-tiny"
+# What follows each token, by the first token of the source; 9 follows all others.
+RULES: dict[int, dict[int, int]] = {
+    5: {1: 3, 3: 4, 4: 2},  # says 3 4 EOS
+    6: {1: 3, 3: 4, 4: 4},  # says 3 4 4 4
+    7: {1: 2},  # says EOS
+    8: {1: 4, 3: 4, 4: 2},  # says 4 EOS
+}
+MATERIAL = Material(
+    source=np.array([[5, 9], [6, 0], [7, 9], [8, 0]]),
+    mask=np.array([[True, True], [True, False], [True, True], [True, False]]),
+    tokens=np.array([[3, 4, 2, 0], [3, 3, 3, 3], [2, 0, 0, 0], [3, 4, 2, 0]]),
+    lengths=np.array([3, 4, 1, 3]),
+)
+SAID = Quantization("any", 7, {"output": "int8 static"}, enforced=True)
+
+
+class FollowingEngine(ScriptedEngine):
+    """Says after each token what the rules say, however many tokens it reads at once."""
+
+    def __init__(self) -> None:
+        super().__init__({first: [first] for first in RULES})
+        self.encoded = 0
+
+    def encode(self, *given: Any) -> list[list[int]]:
+        self.encoded += 1
+        return super().encode(*given)
+
+    def step(self, tokens: Tokens, state: list[list[int]], want: Want) -> StepOut:
+        logits = np.zeros((*tokens.shape, self.spec.vocab_size), np.float32)
+        for row, (first,) in enumerate(state):
+            for place, token in enumerate(tokens[row].tolist()):
+                logits[row, place, RULES[first].get(token, 9)] = 1
+        return StepOut(None, logits=logits)
+
+
+def repeated(times: int) -> Material:
+    return Material(**{name: np.concatenate([getattr(MATERIAL, name)] * times) for name in vars(MATERIAL)})
+
+
+def bytes_of(**arrays: Any) -> bytes:
+    data = BytesIO()
+    np.savez(data, **arrays)
+    return data.getvalue()
+
+
+def judged_bundle(folder: Path, certificate: object) -> Bundle:
+    """Return a bundle that is judged by the material, with a certificate."""
+    said = {"parity_json": json.dumps(certificate).encode(), "gate_npz": bytes_of(**vars(MATERIAL))}
+    return hollow_bundle(folder, SAID, **said)
+
+
+def certificate_with(bar: float, *, enforced: bool) -> dict[str, Any]:
+    return {"gate": {"bar": bar, "enforced": enforced, "agreement": {"share": 0.75}}}
+
+
+# -- material ----------------------------------------------------------------------------------------------------------
+
+
+def test_rows_have_no_more_padding_than_they_need() -> None:
+    found = MATERIAL.rows(slice(2, 4))
+    assert found.source.tolist() == [[7, 9], [8, 0]]
+    assert found.tokens.tolist() == [[2, 0, 0], [3, 4, 2]]
+    alone = MATERIAL.rows(slice(3, 4))
+    assert (alone.source.tolist(), alone.mask.tolist(), alone.tokens.tolist()) == ([[8]], [[True]], [[3, 4, 2]])
+    assert found.counts.tolist() == [[True, False, False], [True, True, True]]
+
+
+@pytest.mark.parametrize(
+    ("size", "shapes"), [(3, [(3, 2, 4), (1, 1, 3)]), (2, [(2, 2, 4), (2, 2, 3)]), (9, [(4, 2, 4)])]
+)
+def test_batches_are_all_rows_in_order(size: int, shapes: list[tuple[int, int, int]]) -> None:
+    found = list(MATERIAL.batches(size))
+    assert [(*one.source.shape, one.tokens.shape[1]) for one in found] == shapes
+    assert np.concatenate([one.source[:, 0] for one in found]).tolist() == [5, 6, 7, 8]
+    assert np.concatenate([one.lengths for one in found]).tolist() == [3, 4, 1, 3]
+
+
+def test_what_was_said_has_no_end_and_is_in_reading_order() -> None:
+    assert MATERIAL.said(SPEC) == [[3, 4], [3, 3, 3, 3], [], [3, 4]]
+    assert MATERIAL.said(replace(SPEC, target_order="right_to_left")) == [[4, 3], [3, 3, 3, 3], [], [4, 3]]
+
+
+def test_material_is_read_as_it_was_written(tmp_path: Path) -> None:
+    write_material(tmp_path / GATE, MATERIAL)
+    found = read_material(hollow_bundle(tmp_path / "bundle", SAID, gate_npz=(tmp_path / GATE).read_bytes()))
+    for name, array in vars(MATERIAL).items():
+        np.testing.assert_array_equal(getattr(found, name), array, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "No data left in file"),
+        (b"not a zip", "contains pickled"),
+        (bytes_of(**vars(MATERIAL))[:300], ""),
+        (bytes_of(source=MATERIAL.source), "mask is not a file in the archive"),
+        (bytes_of(**{**vars(MATERIAL), "mask": np.array([{}])}), "Object arrays cannot be loaded"),
+        (bytes_of(**{**vars(MATERIAL), "mask": MATERIAL.mask[:, :1]}), r"bool \[4, 1\], int64 \[4, 4\], int64 \[4\]"),
+        (bytes_of(**{**vars(MATERIAL), "tokens": MATERIAL.tokens[:3]}), r"no sources and targets: .* int64 \[3, 4\]"),
+        (bytes_of(**{**vars(MATERIAL), "tokens": MATERIAL.tokens[0]}), r"no sources and targets: .* int64 \[4\]"),
+        (bytes_of(**{**vars(MATERIAL), "mask": MATERIAL.source}), r"no sources and targets: int64 \[4, 2\], int64"),
+        (bytes_of(**{name: array[:0] for name, array in vars(MATERIAL).items()}), r"no sources and .*int64 \[0, 2\]"),
+        (
+            bytes_of(**{**vars(MATERIAL), "lengths": np.array([3, 5, 1, 3])}),
+            r"targets have 1…4 tokens, found \[3, 5, 1, 3\]",
+        ),
+        (
+            bytes_of(**{**vars(MATERIAL), "lengths": np.array([3, 4, 0, 3])}),
+            r"targets have 1…4 tokens, found \[3, 4, 0, 3\]",
+        ),
+    ],
+)
+def test_damaged_material_is_an_error_of_the_bundle(tmp_path: Path, data: bytes, reason: str) -> None:
+    bundle = hollow_bundle(tmp_path / "bundle", SAID, gate_npz=data)
+    with pytest.raises(BundleError, match=rf"cannot read .*gate\.npz: .*{reason}.*; export the bundle again"):
+        read_material(bundle)
+
+
+def test_a_bundle_without_material_says_so(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"does not list gate\.npz"):
+        read_material(hollow_bundle(tmp_path / "bundle", SAID))
+
+
+# -- agreement ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("times", [1, 9])
+def test_agreement_is_counted_after_the_references_tokens_and_by_itself(times: int) -> None:
+    engine = FollowingEngine()
+    found = agreement_of(engine, repeated(times))
+    # Source 5: all of 3. Source 6: 3, then 4 three times in the place of 3. Source 7: its end. Source 8: all but the
+    # first; by itself it goes another way from there.
+    assert found == Agreement(11 * times, (3 + 1 + 1 + 2) * times, 4 * times, 2 * times)
+    assert found.share == pytest.approx(7 / 11)
+    assert found.as_dict()["share"] == found.share
+    assert engine.released == engine.encoded > 0
+
+
+def test_rows_that_are_the_same_alone_are_apart_by_nothing() -> None:
+    engine = FollowingEngine()
+    assert check_rows(engine, MATERIAL, "int8") == 0.0
+    assert engine.released == engine.encoded == 1 + 4 + 1
+
+
+class Crowded(FollowingEngine):
+    """Adds to every logit a number that depends on how many rows there are."""
+
+    each = 0.001
+
+    def step(self, tokens: Tokens, state: list[list[int]], want: Want) -> StepOut:
+        out = super().step(tokens, state, want)
+        assert out.logits is not None
+        return replace(out, logits=out.logits + np.float32(self.each * len(state)))
+
+
+def test_a_row_that_depends_on_its_batch_is_refused_by_what_its_precision_allows() -> None:
+    with pytest.raises(
+        ParityFailed,
+        match=r"row 0 of a batch of 4 gets logits that differ from those it gets alone by 3\.0e-03 of the largest "
+        r"\(bound 0e\+00 for int8\): a row depends on its batch",
+    ):
+        check_rows(Crowded(), MATERIAL, "int8")
+    with pytest.raises(ParityFailed, match=r"\(bound 2e-03 for fp16\)"):
+        check_rows(Crowded(), MATERIAL, "fp16")
+    assert check_rows(Crowded(), MATERIAL, "bf16") == pytest.approx(0.003 / 1.001, rel=1e-3)
+
+
+def test_logits_that_are_no_numbers_are_refused() -> None:
+    engine = Crowded()
+    engine.each = float("nan")
+    with pytest.raises(ParityFailed, match="differ from those it gets alone by nan"):
+        check_rows(engine, MATERIAL, "bf16")
+
+
+class Remembering(FollowingEngine):
+    """Gives a batch that it has seen before another answer."""
+
+    def step(self, tokens: Tokens, state: list[list[int]], want: Want) -> StepOut:
+        out = super().step(tokens, state, want)
+        assert out.logits is not None
+        return replace(out, logits=out.logits + np.float32(1e-6 * (self.encoded > 5)))
+
+
+@pytest.mark.parametrize("precision", ["int8", "bf16"])
+def test_an_engine_that_answers_twice_differently_is_refused_whatever_its_precision(precision: str) -> None:
+    with pytest.raises(ParityFailed, match="the same batch decoded twice gave two answers"):
+        check_rows(Remembering(), MATERIAL, precision)
+
+
+# -- verification ------------------------------------------------------------------------------------------------------
+
+
+def test_below_an_enforced_bar_is_a_failure(tmp_path: Path) -> None:
+    certificate = certificate_with(0.995, enforced=True)
+    bundle = judged_bundle(tmp_path / "bundle", certificate)
+    with pytest.raises(
+        ParityFailed,
+        match=r"7 of 11 tokens are the reference's here \(63\.64%\), the bar is 99\.50% and 75\.00% were when it was "
+        r"exported: this CPU computes something else",
+    ):
+        verified_quantized(FollowingEngine(), bundle, certificate)
+
+
+@pytest.mark.parametrize(("bar", "enforced"), [(0.995, False), (7 / 11, True), (0.5, True)])
+def test_what_reaches_its_bar_or_has_none_is_reported(tmp_path: Path, bar: float, enforced: bool) -> None:
+    certificate = certificate_with(bar, enforced=enforced)
+    bundle = judged_bundle(tmp_path / "bundle", certificate)
+    assert verified_quantized(FollowingEngine(), bundle, certificate) == {
+        "tokens": 11,
+        "same_tokens": 7,
+        "sequences": 4,
+        "same_sequences": 2,
+        "share": 7 / 11,
+        "recorded_share": 0.75,
+        "bar": bar,
+        "enforced": enforced,
+        "row_difference": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    "certificate",
+    [
+        {},
+        {"gate": 3},
+        {"gate": {"bar": 1, "enforced": True}},
+        {"gate": {**certificate_with(1, enforced=True)["gate"], "bar": "x"}},
+    ],
+)
+def test_a_certificate_without_a_gate_is_an_error_of_the_bundle(tmp_path: Path, certificate: dict[str, Any]) -> None:
+    bundle = judged_bundle(tmp_path / "bundle", certificate)
+    with pytest.raises(BundleError, match=r"parity\.json says nothing of the gate .*; export the bundle again"):
+        verified_quantized(FollowingEngine(), bundle, certificate)
+
+
+# -- kinds of CPU ------------------------------------------------------------------------------------------------------
+
+
+def machine_with(architecture: str, features: tuple[str, ...] | None, cpu: str = "made up") -> Machine:
+    return Machine(cpu, None, architecture, features, 4, None, "Linux 6.1", "3.11.7")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "features", "expected"),
+    [
+        ("x86_64", ("avx", "avx2", "avx512f", "avx512_vnni"), "x86-vnni"),
+        ("AMD64", ("avx", "avx2", "avx_vnni"), "x86-vnni"),
+        ("x86_64", ("avx", "avx2", "fma"), "x86-avx2"),
+        ("x86_64", ("avx",), None),
+        ("x86_64", None, None),
+        ("aarch64", ("asimd", "asimddp"), "arm64"),
+        ("arm64", None, "arm64"),
+        ("ARM64", None, "arm64"),
+        ("armv7l", ("neon",), None),
+    ],
+)
+def test_the_class_of_a_cpu(architecture: str, features: tuple[str, ...] | None, expected: str | None) -> None:
+    assert cpu_class(machine_with(architecture, features)) == expected
+
+
+def test_a_record_adds_a_kind_of_cpu_and_replaces_one_of_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = judged_bundle(tmp_path / "bundle", {**certificate_with(0.5, enforced=True), "engine": "onnxruntime CPU"})
+    (first.path / "notes").mkdir()
+    (first.path / "notes" / "mine.txt").write_text("of a user")
+
+    def recorded(machine: Machine, share: float) -> list[tuple[str, str, float]]:
+        monkeypatch.setattr(gate, "this_machine", lambda: machine)
+        recorded_here(read_bundle(first.path), share)
+        bundle = read_bundle(first.path)
+        assert (bundle.digest, bundle.manifest.files.keys()) == (first.digest, first.manifest.files.keys())
+        certificate = json.loads(bundle.file(PARITY).read_text())
+        assert (certificate["gate"]["bar"], certificate["engine"]) == (0.5, "onnxruntime CPU")
+        return [(one["cpu_class"], one["machine"]["cpu"], one["share"]) for one in certificate["checked_on"]]
+
+    vnni = machine_with("x86_64", ("avx2", "avx512_vnni"), "new")
+    assert recorded(vnni, 0.99) == [("x86-vnni", "new", 0.99)]
+    arm = machine_with("aarch64", (), "small")
+    assert recorded(arm, 0.98) == [("x86-vnni", "new", 0.99), ("arm64", "small", 0.98)]
+    newer = machine_with("x86_64", ("avx2", "avx_vnni"), "newer")
+    assert recorded(newer, 0.97) == [("arm64", "small", 0.98), ("x86-vnni", "newer", 0.97)]
+    assert (first.path / "notes" / "mine.txt").read_text() == "of a user"
+    assert [one.name for one in tmp_path.iterdir()] == ["bundle"]
+
+
+@pytest.mark.parametrize("entries", [3, [3], None])
+def test_a_record_in_a_damaged_certificate_is_refused(tmp_path: Path, entries: object) -> None:
+    bundle = judged_bundle(tmp_path / "bundle", {"checked_on": entries})
+    with pytest.raises(BundleError, match=r"parity\.json does not say where it was checked"):
+        recorded_here(bundle, 1.0)
+
+
+@pytest.mark.parametrize("certificate", [[], 3])
+def test_a_certificate_that_is_no_object_is_refused(tmp_path: Path, certificate: object) -> None:
+    with pytest.raises(BundleError, match=r"parity\.json cannot be read: expected an object, found "):
+        recorded_here(judged_bundle(tmp_path / "bundle", certificate), 1.0)
+
+
+# -- judgement ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("total", [0, 1, 2, 5, 8])
+def test_as_few_are_kept_as_pass(total: int) -> None:
+    names = [f"m{index}" for index in range(total)]
+    for needed in range(total + 1):
+        assert fewest_kept(names, lambda count, needed=needed: count >= needed) == needed
+
+
+@pytest.mark.parametrize("passing", [{4}, {1, 4, 8}, {2, 3, 7, 8}, {0, 5, 8}])
+def test_what_is_kept_passes_and_one_less_does_not_even_if_more_may_fail(passing: set[int]) -> None:
+    tried: set[int] = set()
+    found = fewest_kept([""] * 8, lambda count: tried.add(count) or count in passing)
+    assert found in passing | {8}
+    assert found == 0 or (found - 1 in tried and found - 1 not in passing)
+
+
+@pytest.mark.parametrize(
+    ("name", "reference", "quantized", "lost"),
+    [
+        ("token_error_rate", 10.0, 12.5, 2.5),
+        ("sequence_error_rate", 30.0, 29.0, -1.0),
+        ("bleu", 30.0, 28.0, 2.0),
+        ("chrf", 50.0, 50.5, -0.5),
+        ("exact_match", 70.0, 69.0, 1.0),
+    ],
+)
+def test_points_are_lost_where_errors_grow_or_scores_fall(
+    name: str, reference: float, quantized: float, lost: float
+) -> None:
+    assert MetricChange(name, reference, quantized).lost == lost
+
+
+@pytest.mark.parametrize(
+    ("same", "errors", "passes"),
+    [(99, None, True), (98, None, False), (99, 10.25, True), (99, 10.5, False), (98, 9.0, False), (100, 9.0, True)],
+)
+def test_a_judgement_passes_by_tokens_and_by_points(same: int, errors: float | None, passes: bool) -> None:
+    metric = None if errors is None else MetricChange("token_error_rate", 10.0, errors)
+    judgement = Judgement(Agreement(100, same, 10, 9), metric, 0.01, 0.0)
+    assert judgement.passes(Bar(0.99, 0.25)) is passes
+
+
+def test_a_judgement_in_one_line_and_as_a_dictionary() -> None:
+    judgement = Judgement(Agreement(200, 199, 10, 9), MetricChange("bleu", 30.0, 29.5), 0.01, 0.02)
+    assert judgement.line() == (
+        "99.50% of 200 tokens and 9 of 10 targets are the reference's; bleu 29.50 (reference 30.00)"
+    )
+    assert judgement.as_dict() == {
+        "agreement": {"tokens": 200, "same_tokens": 199, "sequences": 10, "same_sequences": 9, "share": 0.995},
+        "metric": {"name": "bleu", "reference": 30.0, "quantized": 29.5, "lost": 0.5},
+        "median_error_of_margin": 0.01,
+        "steps_in_danger": 0.02,
+    }
+
+
+class Numbers:
+    """A tokenizer whose text are ids."""
+
+    n_tokens = 64
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return " ".join(map(str, tokens))
+
+
+def test_the_reference_itself_is_judged_to_be_right_and_another_model_is_not() -> None:
+    reference = EagerEngine(model_of(TINY))
+    sources = [one.source for one in random_examples(reference.spec, 1)[:3]]
+    first = Gate(reference, [Example(one) for one in sources], None)
+    said = [" ".join(map(str, row)) for row in first.material.said(reference.spec)]
+    # Two of three targets are what it says, the third is something that nobody says.
+    references = [said[0], said[1], " ".join(["x"] * len(said[2].split()))]
+    examples = [Example(ids, (text,)) for ids, text in zip(sources, references, strict=True)]
+    judged = Gate(reference, examples, Numbers()).judged(reference)
+    n_tokens = int(first.material.lengths.sum())
+    assert judged.agreement == Agreement(n_tokens, n_tokens, 3, 3)
+    lengths = [len(row.split()) for row in said]
+    expected = 100 * lengths[2] / sum(lengths)
+    assert judged.metric == MetricChange("token_error_rate", pytest.approx(expected), pytest.approx(expected))
+    assert (judged.median_error, judged.steps_in_danger) == (0.0, 0.0)
+    other = Gate(reference, examples, Numbers()).judged(EagerEngine(model_of("at-tiny")))
+    assert other.agreement.share < 0.5
+    assert other.metric is not None
+    assert other.metric.lost > 30
+    assert other.steps_in_danger > 0.5
+    assert first.judged(reference).metric is None
+
+
+# -- what a quantization must keep -------------------------------------------------------------------------------------
+
+FEW = {"encoder.*": "fp32", "*ffn*": "fp32", "*attention*": "fp32"}
+
+
+def folder_in(path: Path) -> Path:
+    (path / "new").mkdir()
+    return path / "new"
+
+
+def test_below_the_bar_every_matrix_is_listed_the_worst_first(tmp_path: Path) -> None:
+    quantizer = quantizer_of(TINY, Asked(precision="int8", bar=Bar(agreement=1.01)))
+    with pytest.raises(
+        ParityFailed,
+        match=r"the gate refuses this int8 bundle: \d\d\.\d\d% of 711 tokens and \d+ of 12 targets are the "
+        r"reference's; the bar is 101\.00% of tokens and 0\.3 points\. .*--precision-of 'output=fp32'.*worst first:$",
+    ) as caught:
+        quantizer.written(folder_in(tmp_path), enforced=True)
+    rows = [line.split() for line in caught.value.table]
+    assert len(rows) == 23
+    assert {name for name, _ in rows} == {one.name for one in quantizer.matrices}
+    assert rows[0][0] == "output"
+    errors = [float(error) for _, error in rows]
+    assert errors == sorted(errors, reverse=True)
+    assert 1e-4 < errors[0] < 1e-2
+    assert [line.index(error) for line, (_, error) in zip(caught.value.table, rows, strict=True)] == [34] * 23
+
+
+def test_the_advice_is_one_step_above_the_matrix_itself(tmp_path: Path) -> None:
+    of = {"*": "fp32", "output": "int8", EMBEDDING: "int8"}
+    quantizer = quantizer_of(TINY, Asked(precision="int4", of=of, bar=Bar(agreement=1.01)))
+    with pytest.raises(ParityFailed, match=r"--precision-of 'output=fp32'") as caught:
+        quantizer.written(folder_in(tmp_path), enforced=True)
+    assert [line.split()[0] for line in caught.value.table] == ["output"]
+
+
+def test_without_a_bar_to_meet_nothing_is_refused(tmp_path: Path) -> None:
+    quantizer = quantizer_of(TINY, Asked(precision="int8", of=FEW, bar=Bar(agreement=1.01)))
+    judged = quantizer.written(folder_in(tmp_path), enforced=False)
+    assert (judged.kept, judged.quantization.enforced) == ((), False)
+    assert 0.9 < judged.judgement.agreement.share < 1
+
+
+def measured(asked: Asked, folder: Path) -> tuple[Quantizer, float]:
+    """Return a quantizer and the share that it reaches with nothing kept."""
+    quantizer = quantizer_of(TINY, asked)
+    return quantizer, quantizer.written(folder, enforced=False).judgement.agreement.share
+
+
+@pytest.mark.parametrize(("precision", "higher"), [("int8", "fp32"), ("int4", "int8 static")])
+def test_a_recovery_keeps_the_worst_matrices_and_says_which(tmp_path: Path, precision: Any, higher: str) -> None:
+    folder = folder_in(tmp_path)
+    quantizer, share = measured(Asked(precision=precision, of=FEW, recover=True), folder)
+    quantizer.asked = replace(quantizer.asked, bar=Bar(agreement=(2 * share + 1) / 3))
+    judged = quantizer.written(folder, enforced=True)
+    chosen = [name for name, kind in quantizer.precisions.items() if kind == precision and name != EMBEDDING]
+    assert 0 < len(judged.kept) < len(chosen) == 7
+    assert judged.kept[0] == "output"
+    assert judged.judgement.agreement.share >= quantizer.asked.bar.agreement > share
+    assert judged.quantization.enforced
+    low = {"int8": "int8 static", "int4": "int4"}[precision]
+    found = judged.quantization.matrices
+    assert {name: found[name] for name in chosen} == {name: higher if name in judged.kept else low for name in chosen}
+    # The embedding is the output matrix.
+    assert found[EMBEDDING] == {"int8": "fp32", "int4": "int8"}[precision]
+    assert read_bundle(folder).manifest.quantization == replace(judged.quantization, enforced=False)
+
+
+@pytest.mark.parametrize(("precision", "advice"), [("int8", "fp32"), ("int4", "int8")])
+def test_a_recovery_that_keeps_all_in_vain_says_what_to_export(tmp_path: Path, precision: Any, advice: str) -> None:
+    asked = Asked(precision=precision, of=FEW, recover=True, bar=Bar(agreement=1.01))
+    with pytest.raises(
+        ParityFailed,
+        match=r"even with every matrix in a higher precision \d+\.\d\d% of 711 tokens .*: "
+        rf"export with --precision {advice}$",
+    ):
+        quantizer_of(TINY, asked).written(folder_in(tmp_path), enforced=True)
+
+
+def test_an_embedding_of_its_own_is_looked_at_and_can_be_kept(tmp_path: Path) -> None:
+    engine, reference = aligned("plain", "ort", 0)
+    plain, flat = engine._bundle, flat_model(reference.flat)
+    assert not any(one.tied for one in quantizer_from(plain, flat, Asked(precision="int4")).matrices)
+    asked = Asked(precision="int4", of={"*": "fp32", EMBEDDING: "int4"}, bar=Bar(agreement=1.01))
+    with pytest.raises(ParityFailed, match=r"--precision-of 'embedding=int8'") as caught:
+        quantizer_from(plain, flat, asked).written(folder_in(tmp_path), enforced=True)
+    ((name, error),) = [line.split() for line in caught.value.table]
+    assert name == EMBEDDING
+    assert float(error) > 1e-4

@@ -1,0 +1,167 @@
+"""The probe for CPUs that overflow: what it accepts here, and refuses of a CPU that adds two products in 16 bits."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from fatdeploy.bundle import SATURATION, Bundle, CpuClass, Quantization, write_manifest
+from fatdeploy.errors import BackendUnavailable, BundleError
+from fatdeploy.export.integers import WeightBits
+from fatdeploy.export.saturation import write_saturation_probe
+from fatdeploy.machine import this_machine
+from fatdeploy.runtimes.gate import cpu_class
+from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.runtimes.saturation import check_saturation, refuse_overflow
+from fatdeploy.spec import SATURATION_INPUT, SATURATION_OUTPUT
+from tests.bundles import bundle_of
+from tests.quantized import hollow_bundle, quantized_of
+
+EXACT = {7: 72 * 255 * 63, 8: 72 * 255 * 127}
+CLASSES: dict[int, CpuClass] = {7: "any", 8: "x86-vnni"}
+
+
+def probed(folder: Path, bits: WeightBits) -> Bundle:
+    """Return a bundle with a probe and nothing else."""
+    write_saturation_probe(folder / SATURATION, bits)
+    return hollow_bundle(
+        folder / "bundle",
+        Quantization(CLASSES[bits], bits, {}, enforced=False),
+        saturation_onnx=(folder / SATURATION).read_bytes(),
+    )
+
+
+def weights_of(bundle: Bundle) -> np.ndarray:
+    (weights,) = onnx.load(bundle.file(SATURATION)).graph.initializer
+    return numpy_helper.to_array(weights)
+
+
+def added_in_16_bits(bytes_: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Return a product as vpmaddubsw computes it: the sum of two neighbours saturates, those sums are added exactly."""
+    products = bytes_.astype(np.int32)[:, :, None] * weights.astype(np.int32)
+    pairs = products[:, ::2] + products[:, 1::2]
+    found: np.ndarray = np.clip(pairs, -(2**15), 2**15 - 1).sum(1).astype(np.int32)
+    return found
+
+
+def write_narrow_probe(path: Path, bits: WeightBits) -> None:
+    """Write a probe that gives, on every CPU, what one without VNNI would."""
+    write_saturation_probe(path, bits)
+    weights = numpy_helper.to_array(onnx.load(path).graph.initializer[0]).astype(np.int32)
+    n_rows, n_columns = weights.shape
+    constants = {
+        "weights": weights.reshape(n_rows // 2, 2, n_columns),
+        "pairs": np.array([-1, n_rows // 2, 2, 1]),
+        "low": np.array(-(2**15), np.int32),
+        "high": np.array(2**15 - 1, np.int32),
+        "within": np.array([2]),
+        "among": np.array([1]),
+    }
+    graph = helper.make_graph(
+        [
+            helper.make_node("Cast", [SATURATION_INPUT], ["numbers"], to=TensorProto.INT32),
+            helper.make_node("Reshape", ["numbers", "pairs"], ["in_pairs"]),
+            helper.make_node("Mul", ["in_pairs", "weights"], ["products"]),
+            helper.make_node("ReduceSum", ["products", "within"], ["two_each"], keepdims=0),
+            helper.make_node("Clip", ["two_each", "low", "high"], ["saturated"]),
+            helper.make_node("ReduceSum", ["saturated", "among"], [SATURATION_OUTPUT], keepdims=0),
+        ],
+        "narrow",
+        [helper.make_tensor_value_info(SATURATION_INPUT, TensorProto.UINT8, ["rows", n_rows])],
+        [helper.make_tensor_value_info(SATURATION_OUTPUT, TensorProto.INT32, ["rows", n_columns])],
+        [numpy_helper.from_array(array, name) for name, array in constants.items()],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path)
+
+
+def narrow_bundle(folder: Path, bits: WeightBits) -> Bundle:
+    """Return a quantized bundle whose probe computes as a CPU without VNNI does."""
+    plain = quantized_of("transformer-tiny", "int8")
+    shutil.copytree(plain.path, folder)
+    write_narrow_probe(folder / SATURATION, bits)
+    said = plain.manifest.quantization
+    assert said is not None
+    return write_manifest(
+        folder, replace(plain.manifest, quantization=replace(said, cpu=CLASSES[bits], weight_bits=bits))
+    )
+
+
+def test_seven_bits_are_accepted_on_every_machine(tmp_path: Path) -> None:
+    bundle = probed(tmp_path, 7)
+    check_saturation(onnxruntime, bundle)
+    assert sorted(np.unique(weights_of(bundle)).tolist()) == [-63, 63]
+
+
+def test_eight_bits_are_accepted_where_this_cpu_has_vnni_and_refused_where_it_has_not(tmp_path: Path) -> None:
+    bundle = probed(tmp_path, 8)
+    assert sorted(np.unique(weights_of(bundle)).tolist()) == [-127, 127]
+    match cpu_class(this_machine()):
+        case "x86-vnni" | "arm64":
+            check_saturation(onnxruntime, bundle)
+        case "x86-avx2":
+            with pytest.raises(BackendUnavailable, match="this CPU overflows"):
+                check_saturation(onnxruntime, bundle)
+        case unknown:
+            pytest.skip(f"nobody knows what a CPU of the class {unknown} does")
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_products_that_are_added_in_16_bits_are_refused_with_eight_bits_and_exact_with_seven(
+    tmp_path: Path, rows: int
+) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "8").mkdir()
+    seven, eight = probed(tmp_path / "7", 7), probed(tmp_path / "8", 8)
+    largest = np.full((rows, 72), 255, np.uint8)
+    exact = added_in_16_bits(largest, weights_of(seven))
+    assert np.unique(exact).tolist() == [-EXACT[7], EXACT[7]]
+    refuse_overflow(exact, EXACT[7], seven)
+    wrong = added_in_16_bits(largest, weights_of(eight))
+    # What onnxruntime gives on a Haswell.
+    assert np.unique(wrong).tolist() == [-36 * 2**15, 36 * (2**15 - 1)] == [-1179648, 1179612]
+    with pytest.raises(
+        BackendUnavailable,
+        match=r"has 8-bit weights for CPUs of the class x86-vnni, and this CPU overflows when it adds their products "
+        r"\(1179612 for 2331720\)",
+    ):
+        refuse_overflow(wrong, EXACT[8], eight)
+
+
+def test_one_wrong_sum_among_right_ones_is_refused(tmp_path: Path) -> None:
+    sums = np.full((9, 36), EXACT[8], np.int32)
+    bundle = probed(tmp_path, 8)
+    refuse_overflow(sums, EXACT[8], bundle)
+    sums[8, 35] -= 1
+    with pytest.raises(BackendUnavailable, match=r"\(2331719 for 2331720\)"):
+        refuse_overflow(sums, EXACT[8], bundle)
+
+
+def test_an_engine_of_eight_bits_does_not_start_on_a_cpu_that_overflows(tmp_path: Path) -> None:
+    with pytest.raises(BackendUnavailable, match=r"Export it with --cpu any, which is right everywhere"):
+        OrtEngine(narrow_bundle(tmp_path / "eight", 8))
+
+
+def test_an_engine_of_seven_bits_starts_there(tmp_path: Path) -> None:
+    engine = OrtEngine(narrow_bundle(tmp_path / "seven", 7))
+    assert engine.spec == quantized_of("transformer-tiny", "int8").spec
+
+
+def test_an_fp32_bundle_is_not_probed() -> None:
+    nothing = object()  # whoever asks it for a session gets an AttributeError
+    bundle = bundle_of("transformer-tiny")
+    assert SATURATION not in bundle.manifest.files
+    check_saturation(nothing, bundle)
+
+
+def test_a_quantized_bundle_without_a_probe_or_with_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    said = Quantization("any", 7, {}, enforced=False)
+    with pytest.raises(BundleError, match=r"does not list saturation\.onnx"):
+        check_saturation(onnxruntime, hollow_bundle(tmp_path / "without", said))
+    damaged = hollow_bundle(tmp_path / "damaged", said, saturation_onnx=b"no graph")
+    with pytest.raises(BundleError, match=r"onnxruntime cannot run .*saturation\.onnx: .*fatdeploy verify"):
+        check_saturation(onnxruntime, damaged)
