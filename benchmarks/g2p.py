@@ -46,14 +46,21 @@ TARGETS = {1: 3.0, 32: 10.0}
 
 @dataclass(frozen=True)
 class Turn:
-    """Who pronounces the words, how many at once and with how many beams."""
+    """Who pronounces the words, how many at once, with how many beams and in which precision."""
 
     engine: str
     batch: int
     beams: int = 1
+    precision: str = "fp32"
 
 
-TURNS = (Turn(NAME, 1), Turn(NAME, 32), Turn(PEER_NAME, 1), Turn(NAME, 1, beams=5))
+TURNS = (
+    *(Turn(NAME, batch, precision=precision) for precision in ("int8", "fp32") for batch in (1, 32)),
+    Turn(PEER_NAME, 1),
+    Turn(NAME, 1, beams=5),
+)
+# A model of another preset, trained on the same pairs for the same time.
+COMPARED = "transformer"
 
 
 def peer_python(cache: Path) -> Path:
@@ -67,9 +74,18 @@ def peer_python(cache: Path) -> Path:
     return python
 
 
-def taken(turn: Turn, words: Path, bundle: Path, cache: Path, repetitions: int) -> Any:
-    """Return what one turn said and its seconds."""
-    if turn.engine == PEER_NAME:
+def exported(source: str, precision: str, cache: Path) -> Path:
+    """Return the bundle of a model, which is exported if it is not there."""
+    folder = cache / f"{Path(source).name}.{precision}.bundle"
+    if not folder.exists():
+        command = ["export", source, "--precision", precision, "--out", folder]
+        subprocess.run([sys.executable, "-m", "fatdeploy", *command], check=True)
+    return folder.resolve()
+
+
+def taken(turn: Turn, words: Path, bundle: Path | None, cache: Path, repetitions: int) -> Any:
+    """Return what one turn said and its seconds; the peer has no bundle."""
+    if bundle is None:
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         command = [
             peer_python(cache),
@@ -116,32 +132,37 @@ def row(turn: Turn, rounds: list[Any], references: list[list[str]]) -> dict[str,
 
 
 @click.command()
-@click.option("--bundle", default=CACHE / "g2p.bundle", type=click.Path(path_type=Path), help="Exported if not there.")
+@click.option("--compared", type=click.Path(path_type=Path, exists=True), help="Checkpoint of the other preset.")
 @click.option("--rounds", default=4, show_default=True, type=click.IntRange(1))
 @click.option("--repetitions", default=3, show_default=True, type=click.IntRange(1), help="Of all words in a turn.")
 @click.option("--cache", default=CACHE, type=click.Path(path_type=Path), show_default="build/benchmarks")
 @click.option("--out", default=OUT, type=click.Path(path_type=Path), show_default="benchmarks/results/…")
-def main(bundle: Path, rounds: int, repetitions: int, cache: Path, out: Path) -> None:
+def main(compared: Path | None, rounds: int, repetitions: int, cache: Path, out: Path) -> None:
     """Measure errors and words a second of the bundled model, and of its peer."""
     cache.mkdir(parents=True, exist_ok=True)
-    if not bundle.exists():
-        subprocess.run([sys.executable, "-m", "fatdeploy", "export", NAME, "--out", bundle], check=True)
+    bundles = {(NAME, precision): exported(NAME, precision, cache) for precision in ("int8", "fp32")}
+    turns = TURNS
+    if compared is not None:
+        bundles[COMPARED, "fp32"] = exported(str(compared), "fp32", cache)
+        turns = (*TURNS, Turn(COMPARED, 1), Turn(COMPARED, 32))
+    digests = {f"{name} {precision}": read_bundle(path).digest for (name, precision), path in bundles.items()}
     entries = parts_of(entries_from_text(dictionary_file().read_text(encoding="utf-8")))["test"]
     references: dict[str, list[str]] = {}
     for word, phonemes in entries:
         references.setdefault(word, []).append(phonemes)
     words = cache / "g2p-words.txt"
     words.write_text("\n".join(references))
-    made_by = {"bundle": read_bundle(bundle).digest, "code": code_digest(*MEASURED), "repetitions": repetitions}
+    made_by = {"bundles": digests, "code": code_digest(*MEASURED), "repetitions": repetitions}
     kept = Kept(cache / f"{out.stem}.partial.json", made_by)
-    order = [(turn, index) for index in range(rounds) for turn in TURNS]
+    order = [(turn, index) for index in range(rounds) for turn in turns]
     with click.progressbar(order, label="measuring", file=sys.stderr) as bar:
         for turn, index in bar:
             if (key := f"{index} {turn}") not in kept.results:
-                kept.add(key, taken(turn, words.resolve(), bundle.resolve(), cache, repetitions))
+                bundle = bundles.get((turn.engine, turn.precision))
+                kept.add(key, taken(turn, words.resolve(), bundle, cache, repetitions))
     rows = [
         row(turn, [kept.results[f"{index} {turn}"] for index in range(rounds)], list(references.values()))
-        for turn in TURNS
+        for turn in turns
     ]
     peer = next(one for one in rows if one["engine"] == PEER_NAME)["words_per_second"]["p50"]
     for one in rows:
@@ -152,11 +173,15 @@ def main(bundle: Path, rounds: int, repetitions: int, cache: Path, out: Path) ->
         "words": len(references),
         "references": len(entries),
         "threads": 1,
-        "bundle": {"digest": made_by["bundle"], "bytes": read_bundle(bundle).total_bytes},
+        "bundles": {
+            f"{name} {precision}": {"digest": read_bundle(path).digest, "bytes": read_bundle(path).total_bytes}
+            for (name, precision), path in bundles.items()
+        },
         "targets": TARGETS,
         "results": rows,
         "training": json.loads((CHECKPOINT / REPORT).read_text()),
-        "skipped_steps": skipped_share(kept.results[f"0 {TURNS[0]}"]["said"], CHECKPOINT),
+        "compared_training": None if compared is None else json.loads((compared / REPORT).read_text()),
+        "skipped_steps": skipped_share(kept.results[f"0 {Turn(NAME, 1)}"]["said"], CHECKPOINT),
     }
     write_result(out, result, kept)
     click.echo(f"wrote {out}")

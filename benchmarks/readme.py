@@ -243,13 +243,15 @@ def conditions(row: dict[str, Any]) -> str:
 def g2p_lines(result: dict[str, Any]) -> str:
     """Return errors and words a second of the bundled model and its peer, and how it was trained."""
     lines = [
-        "| model | beams | words at once | words a second, 1 thread | times g2p-en's | WER / PER, stress | without |",
-        "|---|---|---|---|---|---|---|",
+        "| model | precision | beams | words at once | words a second, 1 thread | times g2p-en's | WER / PER, stress "
+        "| without |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in result["results"]:
         found = row["errors"]
         lines.append(
-            f"| `{row['engine']}` | {row['beams']} | {row['batch']} | {row['words_per_second']['p50']:,.0f} "
+            f"| `{row['engine']}` | {row['precision']} | {row['beams']} | {row['batch']} "
+            f"| {row['words_per_second']['p50']:,.0f} "
             f"| {row['times_peer']:.1f} | {found['wer']:.1f} / {found['per']:.1f} % "
             f"| {found['wer_without_stress']:.1f} / {found['per_without_stress']:.1f} % |"
         )
@@ -261,6 +263,11 @@ def g2p_lines(result: dict[str, Any]) -> str:
         f"hybrid threshold {trained['final']['hybrid_threshold']:.2f}, chosen on the validation part, "
         f"{result['skipped_steps']:.1%} of all steps skip the cross-attention."
     )
+    if other := result["compared_training"]:
+        about += (
+            f" The `transformer` has {other['parameters']:,} parameters and was trained on the same pairs for "
+            f"{len(other['epochs'])} epochs ({other['seconds'] / 60:.0f} minutes on one core)."
+        )
     return "\n".join([*lines, "", about, "", f"{where(result, ('onnxruntime', 'numpy'))}."])
 
 
