@@ -15,8 +15,9 @@ from fatdeploy.errors import BundleError, ParityFailed
 from fatdeploy.folders import replaced_folder
 from fatdeploy.machine import Machine, this_machine
 from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.engine import Capacity, Engine, Floats, State, Want
+from fatdeploy.runtimes.engine import Capacity, Engine, Floats, State
 from fatdeploy.runtimes.fidelity import Fidelity
+from fatdeploy.runtimes.lockstep import step_logits
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
@@ -107,15 +108,17 @@ def _check_arrays(found: Material) -> None:
         raise ValueError(f"targets have 1…{found.tokens.shape[1]} tokens, found {found.lengths.tolist()}")
 
 
-def forced_logits(engine: Engine[State], material: Material) -> Floats:
-    """Return the logits [n, T, V] of each step after the reference's own tokens."""
+def forced_logits(engine: Engine[State], material: Material, *, step_by_step: bool = False) -> Floats:
+    """Return the logits [n, T, V] of each step after the reference's own tokens, read in one call or one by one."""
     read = _read(material, engine.spec)
+    each = 1 if step_by_step and engine.spec.decoding == "autoregressive" else read.shape[1]
     state = engine.encode(material.source, material.mask, Capacity(1, read.shape[1]))
     try:
-        logits = engine.step(read, state, Want.LOGITS).logits
-        if logits is None:
-            raise ParityFailed("the engine returned no logits although they were wanted")
-        return logits[:, : material.tokens.shape[1]].copy()
+        said = [
+            step_logits(engine, np.ascontiguousarray(read[:, start : start + each]), state).copy()
+            for start in range(0, read.shape[1], each)
+        ]
+        return np.concatenate(said, 1)[:, : material.tokens.shape[1]]
     finally:
         engine.release(state)
 
@@ -160,9 +163,10 @@ def check_rows(engine: Engine[State], material: Material, precision: str) -> flo
     """Return how far a row of a batch is from the same row alone; more than its precision allows is ParityFailed."""
     bound, largest = ROW_BOUNDS[precision], 0.0
     together = material.rows(slice(0, ALONE))
-    logits = forced_logits(engine, together)
+    # As a decode does it: one query takes other kernels than many, and their sums may depend on the padding.
+    logits = forced_logits(engine, together, step_by_step=True)
     for row in range(len(together.lengths)):
-        alone = forced_logits(engine, together.rows(slice(row, row + 1)))[0]
+        alone = forced_logits(engine, together.rows(slice(row, row + 1)), step_by_step=True)[0]
         mine = logits[row, : len(alone)]
         apart = float(np.abs(alone - mine).max()) / max(1.0, float(np.abs(alone).max()))
         if not apart <= bound:
@@ -171,7 +175,7 @@ def check_rows(engine: Engine[State], material: Material, precision: str) -> flo
                 f"{apart:.1e} of the largest (bound {bound:.0e} for {precision}): a row depends on its batch"
             )
         largest = max(largest, apart)
-    again = forced_logits(engine, together)
+    again = forced_logits(engine, together, step_by_step=True)
     if again.tobytes() != logits.tobytes():
         raise ParityFailed("the same batch decoded twice gave two answers: something is kept from the first decode")
     return largest

@@ -170,7 +170,7 @@ def test_values_inside_of_branches_can_be_looked_at(tmp_path: Path) -> None:
 def test_a_quantized_preset_says_mostly_what_the_reference_says(preset: str, precision: str) -> None:
     bundle = quantized_of(f"{preset}-tiny", precision)
     engine, material = OrtEngine(bundle), read_material(bundle)
-    assert check_rows(engine, material, precision) == 0.0
+    assert check_rows(engine, material, precision) <= {"int8": 0.0, "int4": 2e-6}[precision]
     found = agreement_of(engine, material)
     assert found.tokens == int(material.lengths.sum())
     # Random weights decide by little: a fifth of 4-bit steps may differ, nearly all of 8-bit ones agree.
