@@ -4,13 +4,17 @@ import importlib.util
 import json
 import logging
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
 from fatdeploy.errors import BackendUnavailable
 from fatdeploy.runtimes.commands import gate_line, parity_line
 from fatdeploy.tables import aligned
+
+if TYPE_CHECKING:
+    # Not at run time: a command's help must not need numpy.
+    from fatdeploy.bundle import Target
 
 
 class ExportArguments(TypedDict):
@@ -128,6 +132,7 @@ Examples:
   fatdeploy export my_package.models:build --out my-model
   fatdeploy export transformer-base --out graphs --target onnx --max-source 128 --max-target 128
   fatdeploy export g2p --out g2p.half --target onnx --precision fp16
+  fatdeploy export g2p --out g2p.cuda --target ort-cuda --precision fp16
   fatdeploy export my-checkpoint --out aligned --attention 5
   fatdeploy export g2p --out g2p.int8 --precision int8
   fatdeploy export my-checkpoint --out small --precision int4 --precision-of output=int8 \\
@@ -140,8 +145,8 @@ Examples:
     "--target",
     default="ort-cpu",
     show_default=True,
-    type=click.Choice(["ort-cpu", "onnx"]),
-    help="onnxruntime on the CPU, or graphs of standard ops for any ONNX tool.",
+    type=click.Choice(["ort-cpu", "ort-cuda", "onnx"]),
+    help="onnxruntime on the CPU or on an NVIDIA GPU, or graphs of standard ops for any ONNX tool.",
 )
 @click.option("--max-source", type=click.IntRange(1), help="Longest source; the model's own limit unless said.")
 @click.option("--max-target", type=click.IntRange(1), help="Longest target; the model's own limit unless said.")
@@ -158,7 +163,8 @@ Examples:
     default="fp32",
     show_default=True,
     type=click.Choice(["fp32", "fp16", "bf16", "int8", "int4"]),
-    help="Of the matrices. Integers, for CPUs, must pass the gate; fp16 and bf16 are for GPUs, with --target onnx.",
+    help="Of the matrices. Integers, for CPUs, must pass the gate; fp16 (with --target ort-cuda or onnx) and bf16 (onnx) "
+    "are for GPUs.",
 )
 @click.option(
     "--precision-of",
@@ -196,7 +202,7 @@ Examples:
 def export(
     source: str,
     out: Path,
-    target: str,
+    target: "Target",
     licence: str | None,
     force: bool,
     as_json: bool,
@@ -225,7 +231,8 @@ def export(
         model,
         out,
         origin=with_files(origin, chosen),
-        dialect="ort" if target == "ort-cpu" else "standard",
+        dialect="standard" if target == "onnx" else "ort",
+        target=target,
         precision=floats_of(chosen),
         choices=choices_of(chosen),
         quantize=asked,

@@ -12,7 +12,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from fatdeploy.bundle import Dialect, Precision
+from fatdeploy.bundle import Precision, Target
 from fatdeploy.errors import ConfigError, ExportFailed, in_one_line
 from fatdeploy.export.graph_files import (
     INLINE_BELOW,
@@ -59,14 +59,14 @@ def half_array(array: NDArray[Any], precision: Half | None) -> NDArray[Any]:
     return array if precision is None else array.astype(helper.tensor_dtype_to_np_dtype(TYPES[precision]))
 
 
-def check_half(precision: Precision, dialect: Dialect) -> Half | None:
+def check_half(precision: Precision, target: Target) -> Half | None:
     """Return which half precision was asked for, None if another; refuse it where nothing would be gained."""
     half: Half | None = "fp16" if precision == "fp16" else "bf16" if precision == "bf16" else None
-    if half is not None and dialect == "ort":
+    if half is not None and target == "ort-cpu":
         raise ConfigError(
             f"{half} is for GPUs: onnxruntime's CPU provider has few kernels for it, and casts to float32 and back. "
             f"For a CPU export with --precision int8, or fp32; for graphs of standard ops in {half} with --target onnx "
-            f"--precision {half}; targets that run them on a GPU are still to come"
+            f"--precision {half}; for onnxruntime on a GPU with --target ort-cuda --precision fp16"
         )
     return half
 

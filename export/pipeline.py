@@ -26,6 +26,7 @@ from fatdeploy.bundle import (
     Manifest,
     Precision,
     Provenance,
+    Target,
     read_bundle,
     write_manifest,
 )
@@ -33,6 +34,7 @@ from fatdeploy.errors import BundleError, CheckpointError, ConfigError
 from fatdeploy.export.certify import certified, drawn_probes
 from fatdeploy.export.certify_half import certified_half
 from fatdeploy.export.contract import Choices, Flat, flat_model
+from fatdeploy.export.cuda_target import check_cuda_precision, cuda_record, decoder_seams, target_of
 from fatdeploy.export.dialects import OPSET
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.examples import Example, examples_from_file, random_examples
@@ -41,6 +43,7 @@ from fatdeploy.export.half import Half, check_half, half_array, halved
 from fatdeploy.export.package import placed_output_matrix, write_graphs
 from fatdeploy.export.precision import Asked, Quantizer
 from fatdeploy.export.reference.checkpoint import stored_tensors
+from fatdeploy.export.reference.seams import Seams
 from fatdeploy.export.simplify import Arrays, simplified
 from fatdeploy.export.trace import traced_decoder, traced_encoder
 from fatdeploy.folders import replaced_folder
@@ -78,6 +81,7 @@ def write_bundle(
     *,
     origin: Origin,
     dialect: Dialect = "ort",
+    target: Target | None = None,
     precision: Precision = "fp32",
     choices: Choices | None = None,
     quantize: Asked | None = None,
@@ -86,16 +90,19 @@ def write_bundle(
 ) -> Bundle:
     """Export a model to a folder and return the bundle; a crash or a miss leaves what stood there before.
 
-    A quantized bundle is made from graphs that were proved right in fp32. ``stage`` is told what begins.
+    A quantized bundle is made from graphs that were proved right in fp32. ``stage`` is told what begins. The target is
+    that of the dialect unless one is said.
     """
     flat = flat_model(model, choices)
-    half = check_half(precision, dialect)
+    target = target_of(target, dialect)
+    check_cuda_precision(target, precision if quantize is None else quantize.precision)
+    half = check_half(precision, target)
     if origin.tokenizer is not None:
         _check_tokenizer(origin.tokenizer, flat.spec)
     examples = None if quantize is None else _examples(flat.spec, origin, dialect)
     with replaced_folder(folder, force=force) as new, _folder_beside(new) as work:
-        traced, graphs = _written_graphs(flat, dialect, work, stage)
-        plain = Plain(flat, origin, dialect, traced, graphs, stage)
+        traced, graphs = _written_graphs(flat, dialect, work, stage, decoder_seams(target, precision))
+        plain = Plain(flat, origin, dialect, target, traced, graphs, stage)
         if quantize is None or examples is None:
             plain.write(new, half)
         else:
@@ -112,6 +119,7 @@ class Plain:
     flat: Flat
     origin: Origin
     dialect: Dialect
+    target: Target
     traced: dict[str, Path]
     graphs: dict[str, Path]
     stage: Callable[[str], None]
@@ -136,6 +144,7 @@ class Plain:
         histograms = {part: {name: op_histogram(written[part]) for name, written in stages.items()} for part in graphs}
         manifest = replace(
             _manifest(flat, self.origin, self.dialect),
+            target=self.target,
             spec=spec,
             precision=half or "fp32",
             histograms=histograms,
@@ -148,6 +157,8 @@ class Plain:
             certificate = certified(flat, bundle, probes, self.traced, graphs)
         else:
             certificate = certified_half(flat, bundle, probes, graphs, trained=not self.origin.random)
+        if self.target == "ort-cuda":
+            certificate["cuda"] = cuda_record(graphs)
         _write_certificate(folder, certificate)
         write_manifest(folder, manifest)
 
@@ -232,7 +243,7 @@ def _folder_beside(folder: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def _written_graphs(
-    model: Flat, dialect: Dialect, work: str, stage: Callable[[str], None]
+    model: Flat, dialect: Dialect, work: str, stage: Callable[[str], None], seams: Seams | None
 ) -> tuple[dict[str, Path], dict[str, Path]]:
     """Return where the traced and the simplified graphs are, by the names that they will have in the bundle."""
     first, second = Path(work) / "traced", Path(work) / "simplified"
@@ -242,7 +253,7 @@ def _written_graphs(
     stage("tracing the encoder")
     traced = {ENCODER: traced_encoder(model, dialect, first / ENCODER)}
     stage("tracing the decoder")
-    traced[DECODER] = traced_decoder(model, dialect, first / DECODER)
+    traced[DECODER] = traced_decoder(model, dialect, first / DECODER, seams)
     stage("simplifying")
     inputs = {ENCODER: spec.encoder_inputs(), DECODER: spec.decoder_inputs(branches=dialect == "ort")}
     graphs = {
@@ -255,7 +266,7 @@ def _manifest(model: Flat, origin: Origin, dialect: Dialect) -> Manifest:
     versions = {package: version(package) for package in RECORDED}
     return Manifest(
         spec=model.spec,
-        target="ort-cpu" if dialect == "ort" else "onnx",
+        target=target_of(None, dialect),
         precision="fp32",
         dialect=dialect,
         opset=OPSET,

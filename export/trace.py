@@ -38,11 +38,15 @@ def traced_encoder(model: Flat, dialect: Dialect, path: Path) -> Path:
     return _traced(EncoderGraph(model), spec.encoder_inputs(), spec.encoder_outputs(), dialect, path)
 
 
-def traced_decoder(model: Flat, dialect: Dialect, path: Path) -> Path:
-    """Write the decoder graph of one call; with the ``ort`` dialect it computes only what is wanted."""
+def traced_decoder(model: Flat, dialect: Dialect, path: Path, seams: Seams | None = None) -> Path:
+    """Write the decoder graph of one call; with the ``ort`` dialect it computes only what is wanted.
+
+    ``seams`` are the dialect's unless a target speaks it in its own way.
+    """
     branches = dialect == "ort"
     inputs = model.spec.decoder_inputs(branches=branches)
-    return _traced(DecoderGraph(model, branches=branches), inputs, model.spec.decoder_outputs(), dialect, path)
+    graph = DecoderGraph(model, branches=branches)
+    return _traced(graph, inputs, model.spec.decoder_outputs(), dialect, path, seams)
 
 
 def _traced(
@@ -51,6 +55,7 @@ def _traced(
     outputs: tuple[TensorSpec, ...],
     dialect: Dialect,
     path: Path,
+    seams: Seams | None = None,
 ) -> Path:
     spec = graph.model.spec
     fixed = spec.fixed_axes(branches=dialect == "ort")
@@ -58,7 +63,7 @@ def _traced(
     dynamic = [
         {i: Dim.AUTO for i, axis in enumerate(one.shape) if axis in EXAMPLE and axis not in fixed} for one in inputs
     ]
-    with torch.no_grad(), speaking(DIALECTS[dialect]()), _quiet(), _explained(), _uncollected():
+    with torch.no_grad(), speaking(seams or DIALECTS[dialect]()), _quiet(), _explained(), _uncollected():
         program = torch.onnx.export(
             graph,
             ([_example(one, sizes) for one in inputs],),

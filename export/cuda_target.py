@@ -1,0 +1,71 @@
+"""``--target ort-cuda``: which precisions it takes, how its decoder is traced, and what its certificate adds."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fatdeploy.bundle import Dialect, Precision, Target
+from fatdeploy.errors import ConfigError
+from fatdeploy.export.cuda_dialect import CudaHalfSeams
+from fatdeploy.export.graph_files import graphs_of, read_structure
+from fatdeploy.export.reference.seams import Seams
+
+DEFAULTS: dict[Dialect, Target] = {"ort": "ort-cpu", "standard": "onnx"}
+CUDA_PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16")
+
+# What the certificate says, in words, because it is easy to believe more.
+EXECUTED = (
+    "no GPU ran anything: the graphs were executed on onnxruntime's CPU provider, which has the same ops with kernels of "
+    "its own. How CUDA's kernels round is not known here: fatdeploy verify (fp32) or fatdeploy bench on the device says"
+)
+# fmt: off
+# Ops with kernels of the CUDA provider (onnxruntime's docs/OperatorKernels.md, August 2026), of those in a graph of
+# ours; a Constant, and a Swish, which is written as two others, need none.
+CUDA_OPS = frozenset([
+    "Abs", "Add", "And", "ArgMax", "ArgMin", "Cast", "Ceil", "Clip", "Concat", "ConstantOfShape", "Conv", "Cos",
+    "CumSum", "Div", "Einsum", "Elu", "Equal", "Erf", "Exp", "Expand", "Flatten", "Floor", "Gather", "GatherElements",
+    "GatherND", "Gelu", "Gemm", "Greater", "GreaterOrEqual", "GroupQueryAttention", "Identity", "If", "IsInf", "IsNaN",
+    "LayerNormalization", "LeakyRelu", "Less", "LessOrEqual", "LinearAttention", "Log", "LogSoftmax", "MatMul", "Max",
+    "Min", "Mod", "Mul", "MultiHeadAttention", "Neg", "NonZero", "Not", "OneHot", "Or", "Pad", "Pow",
+    "RMSNormalization", "Range", "Reciprocal", "ReduceL1", "ReduceL2", "ReduceLogSumExp", "ReduceMax", "ReduceMean",
+    "ReduceMin", "ReduceProd", "ReduceSum", "ReduceSumSquare", "Relu", "Reshape", "RotaryEmbedding", "Round",
+    "ScatterElements", "ScatterND", "Shape", "Sigmoid", "Sign", "Sin", "Size", "Slice", "Softmax", "Softplus", "Split",
+    "Sqrt", "Squeeze", "Sub", "Sum", "Tanh", "TensorScatter", "Tile", "TopK", "Transpose", "Trilu", "Unsqueeze",
+    "Where", "Xor", "Constant", "Swish",
+])
+# fmt: on
+
+
+def target_of(target: Target | None, dialect: Dialect) -> Target:
+    """Return the target, that of its dialect unless one was said; what does not go together is refused."""
+    if target == "ort-cuda" and dialect != "ort":
+        raise ConfigError(f"ort-cuda speaks the dialect ort, found {dialect}")
+    return target or DEFAULTS[dialect]
+
+
+def check_cuda_precision(target: Target, precision: Precision) -> None:
+    """Raise, with what to type, for a precision that the target does not have."""
+    if target == "ort-cuda" and precision not in CUDA_PRECISIONS:
+        advice = (
+            "--target onnx --precision bf16" if precision == "bf16" else f"--target ort-cpu --precision {precision}"
+        )
+        raise ConfigError(
+            f"ort-cuda is exported in {' or '.join(CUDA_PRECISIONS)}, found {precision}. Its provider lacks kernels of "
+            f"other ones: export with {advice}"
+        )
+
+
+def decoder_seams(target: Target, precision: Precision) -> Seams | None:
+    """Return the seams that a target's decoder is traced with; None for those of its dialect."""
+    return CudaHalfSeams() if target == "ort-cuda" and precision == "fp16" else None
+
+
+def cuda_record(graphs: Mapping[str, Path]) -> dict[str, Any]:
+    """Return what a certificate says of CUDA: that nothing ran there, and which ops would go back to the CPU."""
+    missing = {
+        part: sorted(
+            {node.op_type for one in graphs_of(read_structure(path).graph) for node in one.node} - CUDA_OPS,
+        )
+        for part, path in graphs.items()
+    }
+    return {"executed": EXECUTED, "ops_without_cuda_kernel": missing}
