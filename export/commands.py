@@ -163,8 +163,7 @@ Examples:
     default="fp32",
     show_default=True,
     type=click.Choice(["fp32", "fp16", "bf16", "int8", "int4"]),
-    help="Of the matrices. Integers, for CPUs, must pass the gate; fp16 (with --target ort-cuda or onnx) and bf16 (onnx) "
-    "are for GPUs.",
+    help="Of the matrices. Integers, for CPUs, must pass the gate; fp16 (ort-cuda, onnx) and bf16 (onnx) are for GPUs.",
 )
 @click.option(
     "--precision-of",

@@ -15,8 +15,8 @@ CUDA_PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16")
 
 # What the certificate says, in words, because it is easy to believe more.
 EXECUTED = (
-    "no GPU ran anything: the graphs were executed on onnxruntime's CPU provider, which has the same ops with kernels of "
-    "its own. How CUDA's kernels round is not known here: fatdeploy verify (fp32) or fatdeploy bench on the device says"
+    "no GPU ran anything: the graphs were executed on onnxruntime's CPU provider, which has the same ops with kernels "
+    "of its own. What CUDA's say is not known here: fatdeploy verify (fp32) or fatdeploy bench on the device tells"
 )
 # fmt: off
 # Ops with kernels of the CUDA provider (onnxruntime's docs/OperatorKernels.md, August 2026), of those in a graph of

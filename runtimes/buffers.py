@@ -22,7 +22,7 @@ MOST_WAITING = 4
 class Buffers:
     """State of one decode, and what an engine has made for it and may use again."""
 
-    sets: list[list[Array]]  # one for caches, two that change places for recurrent state
+    sets: list[list[Any]]  # arrays, here or on a device: one set of caches, two that change places of recurrent state
     position: NDArray[np.int64] = field(default_factory=lambda: np.zeros((), np.int64))
     bound: dict[Any, Any] = field(default_factory=dict)
 

@@ -36,10 +36,8 @@ def engine_options(command: Command) -> Command:
             "--provider",
             "providers",
             multiple=True,
-            type=click.Choice(["cpu", "cuda"]),
-            default=("cpu",),
-            show_default=True,
-            help="Where to run; what is not here is an error.",
+            type=click.Choice(["cpu", "cuda", "tensorrt"]),
+            help="Where to run, what the bundle was exported for unless said; what is not here is an error.",
         ),
     )
     for option in reversed(options):

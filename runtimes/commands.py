@@ -84,6 +84,7 @@ def verify(
     # Imported here: the doctor, beside it, must run where even numpy is broken.
     from fatdeploy.bundle import PROBES, read_bundle
     from fatdeploy.runtimes.ort import OrtEngine
+    from fatdeploy.runtimes.ort_sessions import providers_of
     from fatdeploy.runtimes.verify import read_probes, verified
 
     found = read_bundle(bundle)
@@ -92,6 +93,7 @@ def verify(
             f"{bundle} is in {found.manifest.precision}: its tokens need not be the reference's, and verify compares "
             f"them exactly. See what its certificate says: fatdeploy inspect {bundle}"
         )
+    engine["providers"] = tuple(providers_of(found, engine["providers"]))
     running = OrtEngine(found, **engine)
     if found.manifest.quantization is not None:
         _verify_quantized(found, running, as_json=as_json, record=record, against=against)

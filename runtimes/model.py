@@ -22,7 +22,7 @@ from fatdeploy.runtimes.engine import Engine
 from fatdeploy.runtimes.hypothesis import Hypothesis
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.ort_sessions import Provider, onnxruntime_module
+from fatdeploy.runtimes.ort_sessions import Provider, onnxruntime_module, providers_of
 from fatdeploy.runtimes.stops import cut_text
 from fatdeploy.runtimes.streaming import Stream
 from fatdeploy.runtimes.text import Encoded, Tokenizer, tokenizer_from_file
@@ -41,16 +41,17 @@ def load(
     *,
     threads: int | None = None,
     spinning: bool = True,
-    providers: Sequence[Provider] = ("cpu",),
+    providers: Sequence[Provider] | None = None,
     check_hashes: bool = True,
 ) -> "Model":
     """Return the model in a bundle's folder.
 
     ``threads`` are one a core unless said. Threads that spin while they wait answer sooner and use the cores of
-    others. A provider that is not here is an error, never another one in its place.
+    others. ``providers`` are those that the bundle was exported for unless said; one that is not here is an error,
+    never another one in its place.
     """
     bundle = read_bundle(path, check_hashes=check_hashes)
-    engine = OrtEngine(bundle, threads=threads, spinning=spinning, providers=providers)
+    engine = OrtEngine(bundle, threads=threads, spinning=spinning, providers=providers_of(bundle, providers))
     _warn_of_version(bundle, onnxruntime_module().__version__)
     return Model(bundle, engine)
 

@@ -1,27 +1,29 @@
 """ONNX Runtime: caches in place, bound once a sentence; a step changes the tokens and one number."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import partial
 from threading import BoundedSemaphore
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fatdeploy.bundle import DECODER, ENCODER, Bundle
-from fatdeploy.errors import ConfigError, SpecMismatch
+from fatdeploy.errors import ConfigError, FatdeployError, SpecMismatch
 from fatdeploy.machine import usable_cores
-from fatdeploy.runtimes.buffers import Array, BufferPool, Buffers, move_rows, zero_rows
+from fatdeploy.runtimes.buffers import BufferPool, Buffers
 from fatdeploy.runtimes.engine import Capacity, Floats, Ids, Rows, StepOut, Want, check_want, sources_of_rows
 from fatdeploy.runtimes.ort_bindings import MOST_HELD_BYTES, MOST_SHAPES, Binder, Bound
+from fatdeploy.runtimes.ort_device import CudaDevice, Device, DeviceBinder, DeviceMemory
+from fatdeploy.runtimes.ort_memory import Held, HostMemory, Memory
 from fatdeploy.runtimes.ort_sessions import (
+    OrtKeywords,
     OrtOptions,
-    Provider,
     Sessions,
     onnxruntime_module,
     opened_sessions,
     run_failed,
+    small_session,
 )
 from fatdeploy.runtimes.output_matrix import stored_output_rows
 from fatdeploy.runtimes.saturation import check_saturation
@@ -35,21 +37,21 @@ WHOLE = 4
 
 @dataclass
 class OrtState:
-    """Memory of the sources, and the decoder's state: arrays that onnxruntime writes in place."""
+    """Memory of the sources, and the decoder's state: arrays that onnxruntime writes in place, here or on a device."""
 
     inputs: dict[str, Any]  # what stays the same from step to step, as OrtValues
-    sources: dict[str, Array]  # the same as arrays
+    sources: dict[str, Held]  # the same as arrays
     held: Buffers  # of all rows that there may be; a step is given the first
     capacity: Capacity
     rows: int
     most_rows: int  # that there ever were
     source_length: int  # as it was given; the arrays may be padded further
-    n_steps: int = 0
+    turn: int = 0  # which set of buffers holds the state
     bound: dict[tuple[int, Want], Bound] = field(default_factory=dict)
     released: bool = False
 
     @property
-    def buffers(self) -> list[list[Array]]:
+    def buffers(self) -> list[list[Held]]:
         """The state: one set of arrays, or two that change places."""
         return self.held.sets
 
@@ -60,21 +62,14 @@ class OrtState:
 
 
 class OrtEngine:
-    """Runs a bundle's two graphs; any number of threads may decode at once, each with a state of its own."""
+    """Runs a bundle's two graphs; any number of threads may decode at once, each with a state of its own.
 
-    def __init__(
-        self,
-        bundle: Bundle,
-        *,
-        threads: int | None = None,
-        spinning: bool = True,
-        providers: Sequence[Provider] = ("cpu",),
-        optimised: bool = True,
-        profile: Path | None = None,
-    ) -> None:
-        options = OrtOptions(
-            threads=threads, spinning=spinning, providers=providers, optimised=optimised, profile=profile
-        )
+    The options are those of ``OrtOptions``. With a provider on a GPU the arrays are there, too; ``device`` is another
+    place for them.
+    """
+
+    def __init__(self, bundle: Bundle, *, device: Device | None = None, **keywords: Unpack[OrtKeywords]) -> None:
+        options = OrtOptions(**keywords)
         self._ort = onnxruntime_module()
         self._bundle = bundle
         self.spec: ModelSpec = bundle.spec
@@ -82,11 +77,13 @@ class OrtEngine:
         self.pool = BufferPool()
         check_saturation(self._ort, bundle)
         self._sessions: Sessions | None = opened_sessions(self._ort, bundle, options)
-        self._binder = Binder(self._ort, self.spec, branches=self.branches)
-        self._memory = [one.name for one in self.spec.encoder_outputs()]
+        # TensorRT's provider may write what it has not read yet, as every provider does with recurrent state.
+        recurrent = any(one.kind == "recurrent" for one in self.spec.state)
+        self._alternates = recurrent or "tensorrt" in options.providers
+        self.device = CudaDevice(self._ort) if device is None and options.on_device else device
+        self._binder, self._memory = self._places()
         # onnxruntime keeps the memory of all encodes that ever ran at once; more than there are cores end no sooner.
         self._encoding = BoundedSemaphore(usable_cores())
-        self._n_sets = 2 if any(one.kind == "recurrent" for one in self.spec.state) else 1
 
     def encode(self, source: Tokens, mask: Mask, capacity: Capacity) -> OrtState:
         """Read the source and return a state with one row a source."""
@@ -94,17 +91,14 @@ class OrtEngine:
         length = source.shape[1]
         if self._bundle.manifest.quantization is not None:
             source, mask = _padded_to_whole(source, mask, self.spec)
-        encoder = self._open.encoder
+        encoder, feeds = self._open.encoder, {self.spec.source.name: source, self.spec.source_mask.name: mask}
         try:
             with self._encoding:
-                outputs = encoder.run(self._memory, {self.spec.source.name: source, self.spec.source_mask.name: mask})
+                sources = self._memory.encoded(encoder, feeds)
+        except FatdeployError:
+            raise
         except Exception as error:  # onnxruntime's have no base of their own
             raise run_failed(self._bundle, ENCODER, error) from error
-        sources = {
-            self.spec.source.name: source,
-            self.spec.source_mask.name: mask,
-            **dict(zip(self._memory, outputs, strict=True)),
-        }
         # In `standard` graphs the capacity is a number of the graph.
         positions = capacity.target_positions if self.branches else self.spec.max_target
         rows = len(source)
@@ -112,7 +106,7 @@ class OrtEngine:
         return OrtState(self._binder.values(sources), sources, buffers, capacity, rows, rows, length)
 
     def step(self, tokens: Tokens, state: OrtState, want: Want) -> StepOut:
-        """Feed tokens [R, t]; nothing is copied but them."""
+        """Feed tokens [R, t]; nothing is copied but them, and from a device what is wanted."""
         _check_held(state)
         check_want(self.spec, want)
         position = int(state.position)
@@ -122,19 +116,24 @@ class OrtEngine:
         key = (tokens.shape[1], want)
         bound = state.bound.get(key) or self._bound(state, *key)
         bound.tokens[...] = tokens
+        binding = bound.bindings[state.turn]
         try:
-            self._open.decoder.run_with_iobinding(bound.bindings[state.n_steps % len(bound.bindings)])
+            if self.device is not None:
+                for name, array in bound.fed.items():
+                    self.device.feed(binding, name, array)
+            self._open.decoder.run_with_iobinding(binding)
         except Exception as error:
             raise run_failed(self._bundle, DECODER, error) from error
         state.position[...] = position + tokens.shape[1]
-        state.n_steps += 1
+        if self._alternates:
+            state.turn = 1 - state.turn
         return bound.out
 
     def reorder(self, state: OrtState, rows: Rows) -> None:
         """Make new row i continue old row rows[i]; sources without rows leave.
 
-        Only rows that another continues are copied, only their written positions, and buffers stay where they are.
-        onnxruntime could be told instead which row holds each position: that is slower (benchmarks/beam_rows.py).
+        Rows are copied, and buffers stay where they are. onnxruntime could be told instead which row holds each
+        position: that is slower (benchmarks/beam_rows.py).
         """
         _check_held(state)
         listed = rows.tolist()
@@ -147,10 +146,10 @@ class OrtEngine:
                 f"reorder refused: {each} rows a source, the state was encoded for a capacity of "
                 f"rows_per_source = {state.capacity.rows_per_source}"
             )
-        move_rows(self.spec.state, state.buffers[state.n_steps % len(state.buffers)], rows, int(state.position))
+        state.turn = self._memory.moved(state.held, state.turn, rows, state.rows)
         leaving = kept.tolist() != list(range(batch))
         if leaving:
-            state.sources = {name: np.ascontiguousarray(array[kept]) for name, array in state.sources.items()}
+            state.sources = self._memory.kept(state.sources, kept)
             state.inputs = self._binder.values(state.sources)
         if leaving or len(rows) != state.rows:
             _set_aside(state)
@@ -172,7 +171,7 @@ class OrtEngine:
         """Take a state back: its buffers serve the next decode of the same shapes."""
         _check_held(state)
         state.released = True
-        zero_rows(self.spec.state, state.buffers, state.most_rows, int(state.position))
+        self._memory.clear(state.held, state.most_rows)
         state.position[...] = 0
         _set_aside(state)
         self.pool.give(state.held)
@@ -196,8 +195,15 @@ class OrtEngine:
         found = self.pool.take(shapes)
         if found is not None:
             return found
-        dtypes = [one.dtype for one in self.spec.state]
-        return Buffers([[np.zeros(*one) for one in zip(shapes, dtypes, strict=True)] for _ in range(self._n_sets)])
+        return self._memory.zeros(shapes)
+
+    def _places(self) -> tuple[Binder, Memory]:
+        """Return what binds arrays and what holds them, here or on a device."""
+        if self.device is None:
+            return Binder(self._ort, self.spec, branches=self.branches), HostMemory(self.spec, 1 + self._alternates)
+        binder = DeviceBinder(self._ort, self.spec, self.device, branches=self.branches, alternates=self._alternates)
+        opened = partial(small_session, self._ort, provider=self.device.provider)
+        return binder, DeviceMemory(self.device, self.spec, opened, alternates=self._alternates)
 
     def _bound(self, state: OrtState, steps: int, want: Want) -> Bound:
         """Return buffers and bindings for calls of ``steps`` tokens that want the same."""

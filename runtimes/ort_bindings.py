@@ -1,7 +1,7 @@
 """What the decoder graph reads and writes, bound once for a shape of call; a decode changes sources and results."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ class Bound:
     out: StepOut
     bindings: list[Any]
     n_bytes: int = 0  # of results
+    fed: dict[str, Array] = field(default_factory=dict)  # what a device is given anew before each run
 
 
 class Binder:
@@ -32,6 +33,7 @@ class Binder:
     def __init__(self, ort: Any, spec: ModelSpec, *, branches: bool) -> None:
         self.spec, self.branches = spec, branches
         self._value = ort.OrtValue.ortvalue_from_numpy
+        self._result = self._value  # of an array that a run leaves a result in
         self._read = frozenset(one.name for one in spec.decoder_inputs(branches=branches))
         self._tokens, self._position, self._want = (one.name for one in (spec.tokens, spec.position, spec.want))
         self._past, self._present = ([one.name for one in kind] for kind in (spec.past, spec.present))
@@ -61,7 +63,7 @@ class Binder:
         shape = sizes["rows"], sizes["step"], want
         made = buffers.bound.pop(shape, None) or self._made(decoder, buffers, *shape)
         arrays = {one.name: np.empty(one.sized(sizes), one.dtype) for one in self._results[want]}
-        results = {name: self._value(array) for name, array in arrays.items()}
+        results = {name: self._result(array) for name, array in arrays.items()}
         for binding in made.bindings:
             for name, value in sources.items():
                 binding.bind_ortvalue_input(name, value)
@@ -69,7 +71,7 @@ class Binder:
                 binding.bind_ortvalue_output(name, value)
         out = StepOut(**{self._fields[name]: array for name, array in arrays.items()})
         n_bytes = sum(array.nbytes for array in arrays.values())
-        return Bound(made.tokens, out, made.bindings, n_bytes)
+        return Bound(made.tokens, out, made.bindings, n_bytes, made.fed)
 
     def _made(self, decoder: Any, buffers: Buffers, rows: int, steps: int, want: Want) -> Bound:
         """Return bindings to which sources and results are missing."""

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from fatdeploy.bundle import DECODER, ENCODER, Bundle
 from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, in_one_line
@@ -21,9 +21,14 @@ from fatdeploy.runtimes.packages import (
 )
 from fatdeploy.spec import TensorSpec
 
-Provider = Literal["cpu", "cuda"]
+Provider = Literal["cpu", "cuda", "tensorrt"]
 
-PROVIDERS: dict[Provider, str] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+PROVIDERS: dict[Provider, str] = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "tensorrt": "TensorrtExecutionProvider",
+}
+ON_DEVICE: frozenset[Provider] = frozenset({"cuda", "tensorrt"})
 
 log = logging.getLogger("fatdeploy")
 
@@ -33,7 +38,8 @@ class OrtOptions:
     """How onnxruntime runs: threads, one a core unless said; whether they spin while they wait; on which providers.
 
     Without ``optimised`` it runs a graph as it is written, which is slow and shows what the graph itself computes. In
-    the folder ``profile`` it leaves, once the engine is closed, a record of each graph: how long every op took.
+    the folder ``profile`` it leaves, once the engine is closed, a record of each graph: how long every op took. With
+    ``cuda_graphs`` a step is captured and replayed, or refused.
     """
 
     threads: int | None = None
@@ -41,9 +47,11 @@ class OrtOptions:
     providers: Sequence[Provider] = ("cpu",)
     optimised: bool = True
     profile: Path | None = None
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         reasons = [*_wrong_threads(self.threads), *_wrong_spinning(self.spinning), *_wrong_providers(self.providers)]
+        reasons += _wrong_capture(self.cuda_graphs)
         if reasons:
             raise ConfigError(in_one_line("engine options refused", reasons))
 
@@ -51,6 +59,29 @@ class OrtOptions:
     def provider_names(self) -> list[str]:
         """What onnxruntime calls the providers."""
         return [PROVIDERS[one] for one in self.providers]
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the first of them computes on a GPU."""
+        return self.providers[0] in ON_DEVICE
+
+
+class OrtKeywords(TypedDict, total=False):
+    """The fields of ``OrtOptions``, as an engine is given them."""
+
+    threads: int | None
+    spinning: bool
+    providers: Sequence[Provider]
+    optimised: bool
+    profile: Path | None
+    cuda_graphs: bool
+
+
+def providers_of(bundle: Bundle, asked: Sequence[Provider] | None = None) -> Sequence[Provider]:
+    """Return the providers that were asked for, or where a bundle of this target is meant to run."""
+    if asked:
+        return asked
+    return ("cuda",) if bundle.manifest.target == "ort-cuda" else ("cpu",)
 
 
 def _wrong_threads(threads: object) -> list[str]:
@@ -61,6 +92,17 @@ def _wrong_threads(threads: object) -> list[str]:
 
 def _wrong_spinning(spinning: object) -> list[str]:
     return [] if isinstance(spinning, bool) else [f"spinning must be True or False, found {spinning!r}"]
+
+
+def _wrong_capture(cuda_graphs: object) -> list[str]:
+    """Say why onnxruntime cannot capture the steps of our graphs: it is true of every one of them."""
+    if cuda_graphs is False:
+        return []
+    return [
+        "cuda_graphs cannot be had of onnxruntime: it captures no graph with branches (If), which graphs for it have, "
+        "and positions are read on the host when a kernel is launched, so that a replay would repeat the first. "
+        "TensorRT engines capture steps: fatdeploy export SOURCE --out DIR --target tensorrt"
+    ]
 
 
 def _wrong_providers(providers: Sequence[object]) -> list[str]:
@@ -104,6 +146,19 @@ def opened_sessions(ort: Any, bundle: Bundle, options: OrtOptions) -> Sessions:
     return Sessions(encoder, decoder)
 
 
+def small_session(ort: Any, graph: bytes, provider: str) -> Any:
+    """Open a graph of ours that serves a provider's memory; another provider in its place is refused."""
+    chosen = ort.SessionOptions()
+    chosen.log_severity_level = _severity()
+    chosen.intra_op_num_threads = 1
+    session = ort.InferenceSession(graph, chosen, providers=[provider], enable_fallback=False)
+    if session.get_providers()[0] != provider:
+        raise BackendUnavailable(
+            f"onnxruntime moves no rows with {provider}, it chose {session.get_providers()}: fatdeploy doctor"
+        )
+    return session
+
+
 def _check_available(ort: Any, options: OrtOptions) -> None:
     available = ort.get_available_providers()
     missing = [name for name in options.provider_names if name not in available]
@@ -137,6 +192,7 @@ def _session(ort: Any, bundle: Bundle, name: str, options: OrtOptions) -> Any:
                 str(path),
                 _session_options(ort, options, name),
                 providers=options.provider_names,
+                provider_options=[_provider_options(one, bundle) for one in options.providers],
                 # The fused kernel is slower than the two ops it replaces.
                 disabled_optimizers=["SkipLayerNormFusion"],
                 # It would print to standard output and run on the CPU.
@@ -148,6 +204,15 @@ def _session(ort: Any, bundle: Bundle, name: str, options: OrtOptions) -> Any:
     if found[: len(options.providers)] != options.provider_names:
         raise _fallen_back(name, options, f"it chose {found}")
     return session
+
+
+def _provider_options(provider: Provider, bundle: Bundle) -> dict[str, str]:
+    """Return what differs from a provider's defaults."""
+    if provider == "cuda" and bundle.manifest.precision == "fp32":
+        # Products of fp32 would be rounded to ten bits of mantissa on GPUs since Ampere: other tokens than the
+        # reference's.
+        return {"use_tf32": "0"}
+    return {}
 
 
 def _session_options(ort: Any, options: OrtOptions, name: str) -> Any:

@@ -1,0 +1,59 @@
+"""A device for tests: memory that Python does not share, on a provider that is here, with every copy counted."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+from fatdeploy.bundle import Bundle
+from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.runtimes.ort_device import DeviceArray
+from fatdeploy.runtimes.row_graphs import ELEMENTS
+
+Value = onnxruntime.OrtValue
+
+
+class CountingDevice:
+    """Does what a GPU does: memory of its own, garbage at first; what was bound is not seen to change on the host."""
+
+    provider, kind, index = "CPUExecutionProvider", "cpu", 0
+
+    def __init__(self) -> None:
+        self.allocated = 0  # arrays
+        self.copies = Counter[str]()  # into the device, by the names of what was fed
+        self.bytes_in = 0
+        self.results: list[np.ndarray] = []  # of the host, that runs leave something in
+        self._alive: list[Any] = []
+
+    def empty(self, dtype: str, shape: tuple[int, ...]) -> DeviceArray:
+        self.allocated += 1
+        value = Value.ortvalue_from_shape_and_type(shape, ELEMENTS[dtype], self.kind, self.index)
+        if dtype == "float32":
+            value.update_inplace(np.full(shape, np.nan, np.float32))
+        return DeviceArray(value, dtype, shape)
+
+    def copied_in(self, array: np.ndarray) -> DeviceArray:
+        self.bytes_in += array.nbytes
+        held = self.empty(str(array.dtype), array.shape)
+        held.value.update_inplace(np.ascontiguousarray(array))
+        return held
+
+    def feed(self, binding: Any, name: str, array: np.ndarray) -> None:
+        self.copies[name] += 1
+        self.bytes_in += array.nbytes
+        binding.bind_ortvalue_input(name, Value.ortvalue_from_numpy(np.array(array)))
+
+    def fetched(self, array: np.ndarray) -> Any:
+        self.results.append(array)
+        return Value.ortvalue_from_numpy(array)
+
+
+def on_device(bundle: Bundle, **keywords: Any) -> OrtEngine:
+    """Return an engine whose arrays are on such a device."""
+    return OrtEngine(bundle, device=CountingDevice(), threads=1, **keywords)
+
+
+def seen(array: DeviceArray) -> np.ndarray:
+    """Return a copy of what a device holds."""
+    return np.array(array.value.numpy())
