@@ -1,0 +1,205 @@
+"""Bundles for onnxruntime's CUDA provider: right for any number of tokens and rows, by ops whose schemas they fit."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from click.testing import CliRunner
+from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
+
+from fatdeploy.bundle import DECODER, ENCODER, PARITY, PROBES, Bundle
+from fatdeploy.cli import main
+from fatdeploy.errors import BackendUnavailable, ConfigError
+from fatdeploy.export import pipeline
+from fatdeploy.export.cuda_dialect import CudaHalfSeams
+from fatdeploy.export.cuda_target import cuda_record, target_of
+from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.graph_files import graphs_of, read_structure
+from fatdeploy.export.pipeline import Origin, write_bundle
+from fatdeploy.export.precision import Asked
+from fatdeploy.runtimes.cuda_devices import cuda_here
+from fatdeploy.runtimes.decode import decode
+from fatdeploy.runtimes.engine import Capacity, Want
+from fatdeploy.runtimes.fidelity import token_fidelity
+from fatdeploy.runtimes.model import load
+from fatdeploy.runtimes.options import DecodeOptions
+from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.runtimes.ort_sessions import OrtOptions, _provider_options, providers_of
+from fatdeploy.runtimes.verify import read_probes
+from tests.bundles import bundle_of, model_of, shared_bundle
+from tests.counting_device import on_device
+from tests.test_equalities import BEAMS, assert_alike, sources_of
+
+TINY = "transformer-tiny"
+SCHEMAS = {one.name: one for one in get_all_operator_schema() if one.domain == "com.microsoft"}
+
+
+def written(folder: Path, **choices: Any) -> Bundle:
+    origin = Origin(name=TINY, random=True)
+    return write_bundle(model_of(TINY), folder, origin=origin, target="ort-cuda", **choices)
+
+
+@cache
+def half() -> Bundle:
+    return shared_bundle(f"{TINY}-cuda-fp16", lambda folder: written(folder, precision="fp16"))
+
+
+@cache
+def grouped() -> Bundle:
+    """Return the graphs of fp16 in fp32, which CUDA has no kernels for but the CPU has: their numbers can be compared.
+
+    They pass the same proof as every fp32 bundle when they are written: each token, each logit, each row alone.
+    """
+
+    def write(folder: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pipeline, "decoder_seams", lambda target, precision: CudaHalfSeams())
+            written(folder)
+
+    return shared_bundle(f"{TINY}-grouped", write)
+
+
+def nodes_of(bundle: Bundle, part: str = DECODER) -> list[onnx.NodeProto]:
+    return [node for one in graphs_of(read_structure(bundle.file(part)).graph) for node in one.node]
+
+
+@pytest.mark.parametrize("placed", [OrtEngine, on_device])
+def test_grouped_attention_gives_the_references_tokens_beams_and_prefixes(placed: Any) -> None:
+    engine, reference, sources = placed(grouped()), EagerEngine(model_of(TINY)), sources_of(TINY)
+    for options in (DecodeOptions(max_new_tokens=24), BEAMS):
+        assert_alike(decode(engine, sources, options), decode(reference, sources, options))
+    tokens = decode(engine, sources[:1], DecodeOptions(max_new_tokens=24))[0].tokens
+    rest = DecodeOptions(prefix=tokens[:9], max_new_tokens=15)
+    assert decode(engine, sources[:1], rest)[0].tokens == tokens
+
+
+def test_calls_of_one_and_of_several_tokens_follow_each_other_in_any_order() -> None:
+    # What the grouped op alone refuses: several tokens after a past, for several rows.
+    engines = OrtEngine(grouped()), EagerEngine(model_of(TINY))
+    source, mask = np.array([[5, 6, 7], [8, 9, 2]]), np.array([[True] * 3, [True, True, False]])
+    states = [engine.encode(source, mask, Capacity(1, 16)) for engine in engines]
+    draw = np.random.default_rng(3)
+    for steps in (1, 3, 1, 1, 4, 2, 1):
+        tokens = draw.integers(3, 64, (2, steps))
+        found, expected = (
+            engine.step(tokens, state, Want.LOGITS).logits for engine, state in zip(engines, states, strict=True)
+        )
+        assert expected is not None
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * max(1.0, float(np.abs(expected).max())))
+
+
+def test_in_fp16_one_token_is_one_op_and_several_are_standard_ops() -> None:
+    histogram = half().manifest.histograms[DECODER]["half"]
+    assert histogram["GroupQueryAttention"] == 2
+    assert histogram["TensorScatter"] == 4
+    # Cross-attention alone: with a past, cuDNN's kernel would take the cache's length for that of what is written.
+    assert [bool(node.input[6:8]) for node in nodes_of(half()) if node.op_type == "MultiHeadAttention"] == [False] * 2
+
+
+def test_fp32_is_the_graph_of_the_cpu(tmp_path: Path) -> None:
+    bundle = written(tmp_path / "bundle")
+    assert bundle.manifest.target == "ort-cuda"
+    for part in (ENCODER, DECODER):
+        assert bundle.file(part).read_bytes() == bundle_of(TINY).file(part).read_bytes()
+    certificate = json.loads(bundle.file(PARITY).read_text())
+    assert certificate["engine"] == "onnxruntime CPU"
+    assert certificate["parity"]["tokens"] == 832
+    assert certificate["cuda"]["executed"].startswith("no GPU ran anything")
+
+
+def test_the_certificate_of_fp16_says_what_was_executed_where() -> None:
+    certificate = json.loads(half().file(PARITY).read_text())
+    assert (half().manifest.target, half().manifest.precision, half().manifest.dialect) == ("ort-cuda", "fp16", "ort")
+    assert certificate["cuda"]["executed"].startswith("no GPU ran anything")
+    assert certificate["cuda"]["ops_without_cuda_kernel"] == {ENCODER: [], DECODER: []}
+    assert certificate["executed"].endswith("No GPU ran anything")
+    for parity in (certificate["parity"], certificate["own_graphs"]):
+        assert parity["agreement"] > 0.99
+        assert 0 < parity["largest_difference"] < 0.01 * max(1, parity["largest_logit"])
+
+
+def test_fp16_graphs_hold_their_caches_and_memory_in_fp16_on_a_device_too() -> None:
+    engine = on_device(half())
+    spec = engine.spec
+    assert {one.dtype for one in (*spec.state, *spec.memory)} == {"float16"}
+    found = token_fidelity(engine, read_probes(half().file(PROBES)))
+    assert found.share > 0.98
+    assert found == token_fidelity(OrtEngine(half()), read_probes(half().file(PROBES)))
+
+
+@pytest.mark.parametrize("name", ["half", "grouped"])
+def test_contributed_ops_fit_their_schemas(name: str) -> None:
+    bundle = {"half": half, "grouped": grouped}[name]()
+    kind = {"half": "tensor(float16)", "grouped": "tensor(float)"}[name]
+    found = [node for part in (ENCODER, DECODER) for node in nodes_of(bundle, part) if node.domain == "com.microsoft"]
+    assert {node.op_type for node in found} == {"GroupQueryAttention", "MultiHeadAttention"}
+    for node in found:
+        schema = SCHEMAS[node.op_type]
+        assert {one.name for one in node.attribute} <= set(schema.attributes)
+        assert {one for one, told in schema.attributes.items() if told.required} <= {one.name for one in node.attribute}
+        assert schema.min_input <= len(node.input) <= schema.max_input
+        assert schema.min_output <= len(node.output) <= schema.max_output
+        assert kind in next(one for one in schema.type_constraints if one.type_param_str == "T").allowed_type_strs
+
+
+def test_an_op_without_a_cuda_kernel_is_named(tmp_path: Path) -> None:
+    value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1])
+    made = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1])
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Acosh", ["x"], ["y"])], "g", [value], [made])
+    onnx.save(onnx.helper.make_model(graph), tmp_path / DECODER)
+    assert cuda_record({DECODER: tmp_path / DECODER})["ops_without_cuda_kernel"] == {DECODER: ["Acosh"]}
+
+
+@pytest.mark.parametrize(
+    ("choices", "reason"),
+    [
+        ({"precision": "bf16"}, "exported in fp32 or fp16, found bf16.*--target onnx --precision bf16"),
+        ({"quantize": Asked(precision="int8")}, "exported in fp32 or fp16, found int8.*--target ort-cpu"),
+        ({"dialect": "standard"}, "ort-cuda speaks the dialect ort, found standard"),
+    ],
+    ids=str,
+)
+def test_what_the_target_does_not_have_is_refused_before_anything_is_traced(
+    choices: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        written(tmp_path / "bundle", **choices)
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_target_is_that_of_its_dialect_unless_said() -> None:
+    assert [target_of(None, dialect) for dialect in ("ort", "standard")] == ["ort-cpu", "onnx"]
+    assert target_of("ort-cuda", "ort") == "ort-cuda"
+
+
+def test_a_bundle_for_cuda_runs_there_or_says_why_not_and_on_the_cpu_if_asked() -> None:
+    with pytest.raises(BackendUnavailable, match=r"has no \['CUDAExecutionProvider'\]"):
+        load(half().path)
+    ran = CliRunner().invoke(main, ["run", str(half().path), "--ids", "5 6 7"])
+    assert (ran.exit_code, ran.stdout) == (1, "")
+    ran = CliRunner().invoke(main, ["run", str(half().path), "--ids", "5 6 7", "--provider", "cpu", "--max-new-tokens", "4"])
+    assert ran.exit_code == 0, ran.output
+    assert len(ran.stdout.split()) == 4
+    assert list(providers_of(bundle_of(TINY))) == ["cpu"]
+    assert list(providers_of(half(), ("tensorrt", "cuda"))) == ["tensorrt", "cuda"]
+
+
+def test_fp32_on_cuda_is_not_rounded_to_tf32() -> None:
+    assert _provider_options("cuda", bundle_of(TINY)) == {"use_tf32": "0"}
+    assert _provider_options("cuda", half()) == _provider_options("cpu", bundle_of(TINY)) == {}
+
+
+def test_cuda_graphs_of_onnxruntime_are_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match=r"captures no graph with branches \(If\).*--target tensorrt"):
+        OrtOptions(providers=("cuda",), cuda_graphs=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not cuda_here().devices, reason="there is no CUDA device here")
+def test_fp16_on_a_gpu_agrees_with_the_reference() -> None:
+    engine = OrtEngine(half(), providers=("cuda",))
+    assert token_fidelity(engine, read_probes(half().file(PROBES))).share > 0.98
