@@ -120,7 +120,7 @@ class Device(Protocol):
     def here(self) -> Here: ...
 
     def allocate(self, n_bytes: int) -> int:
-        """Return the address of new memory on the device, a multiple of ALIGNMENT; OutOfDeviceMemory if none is left."""
+        """Return the address of new memory, a multiple of ALIGNMENT; OutOfDeviceMemory if none is left."""
         ...
 
     def free(self, address: int) -> None:

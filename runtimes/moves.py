@@ -8,7 +8,7 @@ SPARE = -1  # the row beside the others that one of a circle waits in
 def planned_moves(parents: Sequence[int]) -> list[tuple[int, int]]:
     """Return copies (to, from) after which row i is what row parents[i] was; rows that stay are not touched.
 
-    A row is written when nobody reads it any more. What is left then are circles, which one copy to the spare row opens.
+    A row is written when nobody reads it any more. What is left are circles, which a copy to the spare row opens.
     """
     missing = {row: parent for row, parent in enumerate(parents) if row != parent}
     readers = [0] * (1 + max([len(parents), *(parent + 1 for parent in parents)], default=0))

@@ -1,4 +1,4 @@
-"""One shape of call of a plan: bound once, run as it is at first, recorded when it is run again, replayed ever after."""
+"""One shape of call of a plan: bound once, run as it is at first, recorded when it is run again, then replayed."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,8 @@ class Call:
         self._capture = capture
         self._ran = [False] * len(contexts)
         self._results: dict[Hashable, Results] = {}
-        self.n_bytes = 0  # of results on the device
+        self.places: dict[str, int] = {}  # of what only this call writes
+        self.n_bytes = 0  # of all of them
         self.closing: list[Any] = []  # what else goes with it
 
     @property

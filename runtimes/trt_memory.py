@@ -14,8 +14,8 @@ from fatdeploy.spec import ModelSpec, StateSpec
 
 # As in the pool of the CPU's engine: as many as decodes that usually run side by side.
 MOST_WAITING = 4
-# Calls that wait for another of their shape: the sizes that a batch shrinks to, and a few lengths of prefixes. The bytes
-# are those of results, which a long prefix has many of.
+# Calls that wait for another of their shape: sizes that a batch shrinks to, and a few lengths of prefixes. The bytes
+# are of results, which a long prefix has many of.
 MOST_CALLS = 32
 MOST_CALL_BYTES = 2**28
 
@@ -44,9 +44,7 @@ class Held:
         self.device, self.spec, self.shape = device, spec, shape
         sizes = shape.sizes(spec)
         sources = (*spec.encoder_inputs(), *spec.encoder_outputs())
-        self._row_bytes = {
-            one.name: n_bytes(one, {**sizes, "batch": 1, "rows": 1}) for one in (*sources, *spec.state)
-        }
+        self._row_bytes = {one.name: n_bytes(one, {**sizes, "batch": 1, "rows": 1}) for one in (*sources, *spec.state)}
         parts = {one.name: n_bytes(one, sizes) for one in sources}
         self._first_state = spec.state[0].name if spec.state else None
         for one in spec.state:

@@ -1,9 +1,9 @@
-"""The plans of a bundle: those that were built for this GPU and this TensorRT, opened and compared with the contract."""
+"""The plans of a bundle: those that were built for this GPU and TensorRT, opened and compared with the contract."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from fatdeploy.bundle import Bundle
+from fatdeploy.bundle import Bundle, graph_hash
 from fatdeploy.errors import BackendUnavailable, BundleError, in_one_line
 from fatdeploy.plans import Part, PlanRecord, inputs_of, outputs_of, shapes_of
 from fatdeploy.runtimes.device import Device, Here, Plan, PlanTensor
@@ -41,11 +41,11 @@ def chosen_records(bundle: Bundle, here: Here) -> dict[Part, PlanRecord]:
     parts: tuple[Part, Part] = ("encoder", "decoder")
     for part in parts:
         records = [record for record in bundle.manifest.plans if record.part == part]
-        fitting = [record for record in records if not _misfit(record, here)]
+        fitting = [record for record in records if not _misfit(bundle, record, here)]
         if fitting:
             chosen[part] = fitting[-1]
             continue
-        others = [f"{record.file} is for {_misfit(record, here)}" for record in records]
+        others = [f"{record.file} is for {_misfit(bundle, record, here)}" for record in records]
         reasons += others or [f"there is no plan of the {part}"]
     if reasons:
         raise BackendUnavailable(
@@ -55,9 +55,11 @@ def chosen_records(bundle: Bundle, here: Here) -> dict[Part, PlanRecord]:
     return chosen
 
 
-def _misfit(record: PlanRecord, here: Here) -> str:
+def _misfit(bundle: Bundle, record: PlanRecord, here: Here) -> str:
     """Return what a plan was built for, as far as it is not what is here."""
     wrong = []
+    if record.graph_sha256 != graph_hash(bundle.manifest, record.part):
+        wrong.append("another graph")
     if (record.flavour, record.version) != (here.flavour, here.version):
         wrong.append(f"{record.flavour} {record.version}")
     if here.compute_capability not in record.compute_capabilities:

@@ -34,8 +34,8 @@ def no_profile(record: PlanRecord, tensors: Sequence[TensorSpec], sizes: Mapping
             one = next(tensor for tensor in tensors if axis in tensor.shape)
             allowed = profile.sizes[axis]
             reasons.append(
-                f"profile {index} takes {allowed.least}…{allowed.most} {_PLURAL[axis]} (axis {one.shape.index(axis)} of "
-                f"{one.name}), found {sizes[axis]}"
+                f"profile {index} takes {allowed.least}…{allowed.most} {_PLURAL[axis]} "
+                f"(axis {one.shape.index(axis)} of {one.name}), found {sizes[axis]}"
             )
     return SpecMismatch(
         f"{in_one_line(f'{record.part} refused, no profile of {record.file} fits', reasons)}. "
@@ -69,9 +69,7 @@ def power_of_two(size: int) -> int:
 def _outside(profile: Profile, axes: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
     """Return the axes whose size a profile does not take; an axis that a call has not decided yet has none."""
     return [
-        axis
-        for axis in axes
-        if axis in profile.sizes and axis in sizes and not profile.sizes[axis].holds(sizes[axis])
+        axis for axis in axes if axis in profile.sizes and axis in sizes and not profile.sizes[axis].holds(sizes[axis])
     ]
 
 
