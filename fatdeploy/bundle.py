@@ -30,7 +30,7 @@ TOKENIZER, PARITY, PROBES = "tokenizer.json", "parity.json", "probes.npz"
 GATE, SATURATION = "gate.npz", "saturation.onnx"
 # Among the matrices of a Quantization: the table that tokens are looked up in, which may be one of the others.
 EMBEDDING = "embedding"
-REQUIRED = (ENCODER, DECODER, WEIGHTS)  # of every target: a TensorRT plan is built from them on the device
+REQUIRED = (ENCODER, DECODER, WEIGHTS)  # unless both parts have plans: these are built from them on the device
 
 _LARGEST_MANIFEST = 16 << 20
 _MOST_REASONS = 20
@@ -185,8 +185,7 @@ def read_bundle(path: str | Path, *, check_hashes: bool = True) -> Bundle:
     folder = _existing_folder(path)
     values, digest = _values_and_digest(path, folder)
     manifest = _manifest_from_values(path, values, digest)
-    reasons = [f"{name}: {MANIFEST} does not list it" for name in REQUIRED if name not in manifest.files]
-    reasons += [f"plan {shown(one.file)}: {MANIFEST} does not list it" for one in _lost_plans(manifest)]
+    reasons = [f"{name}: {MANIFEST} does not list it" for name in _needed(manifest) if name not in manifest.files]
     for name, record in manifest.files.items():
         reason = _wrong_name(name) or _wrong_file(folder, name, record, check_hashes)
         if reason:
@@ -211,8 +210,12 @@ def graph_hash(manifest: Manifest, part: Part) -> str:
     return hashlib.sha256("\n".join(one.sha256 for one in records).encode()).hexdigest()
 
 
-def _lost_plans(manifest: Manifest) -> list[PlanRecord]:
-    return [one for one in manifest.plans if one.file not in manifest.files]
+def _needed(manifest: Manifest) -> list[str]:
+    """Return the files without which a bundle is none."""
+    plans = [one.file for one in manifest.plans]
+    if {one.part for one in manifest.plans} == set(GRAPHS):
+        return plans if manifest.output_matrix is None else [*plans, WEIGHTS]
+    return [*REQUIRED, *plans]
 
 
 def _refuse(path: Path, reasons: list[str], advice: str = "") -> NoReturn:

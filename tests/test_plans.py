@@ -127,7 +127,7 @@ def test_plans_stand_in_the_manifest(folder: Path) -> None:
 
 def test_a_plan_that_is_not_among_the_files_is_refused(folder: Path) -> None:
     (folder / PLAN.file).unlink()
-    with pytest.raises(BundleError, match=re.escape(f"plan {PLAN.file}: manifest.json does not list it")):
+    with pytest.raises(BundleError, match=re.escape(f"{PLAN.file}: manifest.json does not list it")):
         write_manifest(folder, MANIFEST_OF_IT)
 
 
