@@ -4,8 +4,8 @@ import importlib
 import logging
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,50 +13,41 @@ import numpy as np
 from fatdeploy.errors import BackendUnavailable, DeviceFailed, OutOfDeviceMemory, in_one_line
 from fatdeploy.plans import Flavour, PlanRecord
 from fatdeploy.runtimes.cuda_devices import cuda_here
-from fatdeploy.runtimes.cuda_plans import CudaPlan, logger_of
+from fatdeploy.runtimes.cuda_plans import CudaPlan, Errors
 from fatdeploy.runtimes.device import Bytes, Here, Strips
-from fatdeploy.runtimes.packages import (
-    CUDA_PYTHON,
-    TENSORRT,
-    TENSORRT_RTX,
-    Package,
-    install_command,
-    installed_versions,
-)
+from fatdeploy.runtimes.packages import CUDA_PYTHON, install_command, installed_versions
+from fatdeploy.runtimes.trt_modules import listening, logger_of, tensorrt_module
 
 log = logging.getLogger("fatdeploy")
 
-PACKAGES: dict[Flavour, Package] = {"tensorrt": TENSORRT, "tensorrt-rtx": TENSORRT_RTX}
 # Another one is chosen by CUDA_VISIBLE_DEVICES: CUDA remembers a device for each thread, and threads come and go.
 DEVICE = 0
 
 
 def opened_device(flavour: Flavour) -> "CudaDevice":
     """Return the GPU of this machine; whatever is missing for plans of a flavour is said at once, with what to type."""
-    package = PACKAGES[flavour]
     reasons: list[str] = []
-    cuda = _imported("cuda.bindings.runtime", CUDA_PYTHON, reasons)
+    cuda = tensorrt = None
+    try:
+        cuda = importlib.import_module("cuda.bindings.runtime")
+    except ImportError as error:
+        advice = install_command(CUDA_PYTHON, installed_versions())
+        reasons.append(f"{CUDA_PYTHON.name} cannot be imported ({error}): {advice}")
     # Asked before TensorRT is: without a device it may end the process.
     no_device = cuda_here().reason if cuda is None else _no_device(cuda)
     if no_device:
         reasons.append(no_device)
-    # Of a machine without a GPU its absence is what counts, not that of a package.
-    tensorrt = _imported(package.module, package, reasons) if not no_device else None
+    else:
+        try:
+            tensorrt = tensorrt_module(flavour)
+        except BackendUnavailable as error:
+            reasons.append(str(error))
     if cuda is None or tensorrt is None:
         raise BackendUnavailable(
-            in_one_line(f"{flavour} plans cannot run here", reasons)
+            in_one_line(f"plans of {flavour} cannot run here", reasons)
             + ". See what this machine can do: fatdeploy doctor; for its CPU: fatdeploy export SOURCE --out DIR"
         )
     return CudaDevice(cuda, tensorrt, flavour)
-
-
-def _imported(name: str, package: Package, reasons: list[str]) -> ModuleType | None:
-    try:
-        return importlib.import_module(name)
-    except (ImportError, OSError, RuntimeError) as error:  # a library of the system that is not there, or not for it
-        advice = install_command(package, installed_versions())
-        reasons.append(f"{package.name} cannot be imported ({error}): {advice}")
-        return None
 
 
 def _no_device(cuda: Any) -> str | None:
@@ -99,8 +90,10 @@ class CudaDevice:
         name = name.decode(errors="replace").rstrip("\0") if isinstance(name, bytes) else str(name)
         self.here = Here(name, flavour, tensorrt.__version__, f"{major}.{minor}")
         self.stream = self.called("cudaStreamCreateWithFlags", cuda.cudaStreamNonBlocking)
-        self._logger = logger_of(tensorrt)
-        self._runtime = tensorrt.Runtime(self._logger)
+        self._errors = Errors()
+        self._listening = ExitStack()
+        self._listening.enter_context(listening(self._errors.hear))
+        self._runtime = tensorrt.Runtime(logger_of(flavour))
         self._unpinned: deque[int] = deque()
         self._closed = False
 
@@ -167,7 +160,7 @@ class CudaDevice:
         return CudaEvent(self, self.called("cudaEventCreateWithFlags", self._cuda.cudaEventDisableTiming))
 
     def load(self, path: Path, record: PlanRecord) -> CudaPlan:
-        return CudaPlan(self, self._tensorrt, self._runtime, self._logger, path, record)
+        return CudaPlan(self, self._tensorrt, self._runtime, self._errors, path, record)
 
     def captured(self, work: Callable[[], None]) -> "CudaGraph":
         # Of this thread alone: others may wait for their events meanwhile.
@@ -194,6 +187,7 @@ class CudaDevice:
         self._closed = True
         self._free_unpinned()
         self._runtime = None
+        self._listening.close()
         self.tidied("cudaStreamDestroy", self.stream)
 
 

@@ -19,51 +19,42 @@ DTYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64": "i
 MOST_KEPT = 20
 
 
-def logger_of(tensorrt: Any) -> Any:
-    """Return a logger that keeps TensorRT's errors for ours, and gives the rest to the logger of fatdeploy."""
-    levels = {
-        tensorrt.ILogger.Severity.INTERNAL_ERROR: logging.DEBUG,
-        tensorrt.ILogger.Severity.ERROR: logging.DEBUG,  # said by the error that it causes
-        tensorrt.ILogger.Severity.WARNING: logging.INFO,
-        tensorrt.ILogger.Severity.INFO: logging.DEBUG,
-    }
-    errors = (tensorrt.ILogger.Severity.INTERNAL_ERROR, tensorrt.ILogger.Severity.ERROR)
+class Errors:
+    """What TensorRT has complained of: kept for the error of ours that it causes; the rest goes to the log."""
 
-    class Logger(tensorrt.ILogger):  # type: ignore[misc]
-        """What TensorRT says."""
+    def __init__(self) -> None:
+        self._kept: deque[str] = deque(maxlen=MOST_KEPT)
 
-        def __init__(self) -> None:
-            tensorrt.ILogger.__init__(self)
-            self.errors: deque[str] = deque(maxlen=MOST_KEPT)
+    def hear(self, level: int, message: str) -> None:
+        """Listen to TensorRT's logger."""
+        if level >= logging.ERROR:
+            self._kept.append(" ".join(message.split()))
+        log.log(logging.INFO if level == logging.WARNING else logging.DEBUG, "TensorRT: %s", message)
 
-        def log(self, severity: Any, said: str) -> None:
-            if severity in errors:
-                self.errors.append(" ".join(said.split()))
-            if severity in levels:
-                log.log(levels[severity], "TensorRT: %s", said)
+    def clear(self) -> None:
+        """Forget what was said before."""
+        self._kept.clear()
 
-        def taken(self) -> str:
-            """Return the errors since this was asked last."""
-            said = "; ".join(self.errors) or "it gives no reason"
-            self.errors.clear()
-            return said
-
-    return Logger()
+    def taken(self) -> str:
+        """Return what was said since the last time."""
+        said = "; ".join(self._kept) or "TensorRT gives no reason"
+        self._kept.clear()
+        return said
 
 
 class CudaPlan:
     """A plan in the memory of a GPU. Its contexts share the memory that they work in: they never run at once."""
 
     def __init__(
-        self, device: "CudaDevice", tensorrt: Any, runtime: Any, logger: Any, path: Path, record: PlanRecord
+        self, device: "CudaDevice", tensorrt: Any, runtime: Any, errors: Errors, path: Path, record: PlanRecord
     ) -> None:
-        self._device, self._tensorrt, self._logger = device, tensorrt, logger
+        self._device, self._tensorrt, self._errors = device, tensorrt, errors
         self._name = record.file
-        logger.errors.clear()
+        errors.clear()
         self._engine = runtime.deserialize_cuda_engine(path.read_bytes())
         if self._engine is None:
             raise BundleError(
-                f"{path} cannot be loaded by {record.flavour} {device.here.version}: {logger.taken()}. "
+                f"{path} cannot be loaded by {record.flavour} {device.here.version}: {errors.taken()}. "
                 f"Build it again on this machine: fatdeploy build {path.parent.parent}"
             )
         names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
@@ -92,17 +83,17 @@ class CudaPlan:
         return self._engine.get_aliased_input_tensor(name) or None
 
     def context(self, profile: int) -> "CudaContext":
-        self._logger.errors.clear()
+        self._errors.clear()
         context = self._engine.create_execution_context(self._tensorrt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if context is None:
-            raise DeviceFailed(f"{self._name} cannot be made ready to run: {self._logger.taken()}")
+            raise DeviceFailed(f"{self._name} cannot be made ready to run: {self._errors.taken()}")
         stream = int(self._device.stream)
         if not context.set_optimization_profile_async(profile, stream):
-            raise DeviceFailed(f"{self._name} has no profile {profile} to run in: {self._logger.taken()}")
+            raise DeviceFailed(f"{self._name} has no profile {profile} to run in: {self._errors.taken()}")
         # The profile is there when the stream has come to it.
         self._device.synchronise()
         context.set_device_memory(self._scratch, self._scratch_bytes)
-        return CudaContext(context, self._logger, {one.name for one in self.tensors if one.kind == "input"}, stream)
+        return CudaContext(context, self._errors, {one.name for one in self.tensors if one.kind == "input"}, stream)
 
     def close(self) -> None:
         self._engine = None
@@ -112,25 +103,25 @@ class CudaPlan:
 class CudaContext:
     """An execution context of TensorRT."""
 
-    def __init__(self, context: Any, logger: Any, inputs: set[str], stream: int) -> None:
-        self._context, self._logger, self._inputs, self._stream = context, logger, inputs, stream
+    def __init__(self, context: Any, errors: Errors, inputs: set[str], stream: int) -> None:
+        self._context, self._errors, self._inputs, self._stream = context, errors, inputs, stream
         self._checked = False
 
     def bind(self, name: str, shape: Shape, address: int) -> None:
         if name in self._inputs and not self._context.set_input_shape(name, shape):
             profile = self._context.active_optimization_profile
-            raise DeviceFailed(f"profile {profile} does not take {name} {list(shape)}: {self._logger.taken()}")
+            raise DeviceFailed(f"profile {profile} does not take {name} {list(shape)}: {self._errors.taken()}")
         if not self._context.set_tensor_address(name, address):
-            raise DeviceFailed(f"{name} cannot stand at {address:#x}: {self._logger.taken()}")
+            raise DeviceFailed(f"{name} cannot stand at {address:#x}: {self._errors.taken()}")
 
     def execute(self) -> None:
         if not self._checked:
             missing = self._context.infer_shapes()
             if missing:
-                raise DeviceFailed(f"shapes do not follow from {', '.join(missing)}: {self._logger.taken()}")
+                raise DeviceFailed(f"shapes do not follow from {', '.join(missing)}: {self._errors.taken()}")
             self._checked = True
         if not self._context.execute_async_v3(self._stream):
-            raise DeviceFailed(f"TensorRT does not run it: {self._logger.taken()}")
+            raise DeviceFailed(f"TensorRT does not run it: {self._errors.taken()}")
 
     def close(self) -> None:
         self._context = None

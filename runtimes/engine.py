@@ -1,5 +1,6 @@
 """What a backend does for the decode loop. The loop owns token choice, the engine owns caches."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol, TypeVar
@@ -41,6 +42,20 @@ class StepOut:
     top_log_probs: Floats | None = None  # [R, t, k], best first
     top_ids: Tokens | None = None  # [R, t, k]
     attention: Floats | None = None  # [R, H, t, S], cross weights of the layer that was exported with them
+
+
+def copied(out: StepOut) -> StepOut:
+    """Return a result as the caller's own."""
+    return StepOut(**{name: None if array is None else array.copy() for name, array in vars(out).items()})
+
+
+def joined(outs: Sequence[StepOut]) -> StepOut:
+    """Return the result of one step for those of several, each on the tokens that follow."""
+    along = {name: 2 if name == "attention" else 1 for name in vars(outs[0])}
+    parts = {name: [getattr(out, name) for out in outs] for name in along}
+    return StepOut(
+        **{name: None if found[0] is None else np.concatenate(found, along[name]) for name, found in parts.items()}
+    )
 
 
 class Stepper(Protocol[State]):

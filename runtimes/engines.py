@@ -17,6 +17,11 @@ from fatdeploy.runtimes.trt import TrtEngine
 PLANNED: dict[Target, Flavour] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt-rtx"}
 
 
+def has_plans(bundle: Bundle) -> bool:
+    """Whether TensorRT runs a bundle, and not onnxruntime."""
+    return bundle.manifest.target in PLANNED
+
+
 def opened_engine(
     bundle: Bundle,
     *,

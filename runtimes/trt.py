@@ -24,6 +24,8 @@ from fatdeploy.runtimes.engine import (
     check_step,
     check_want,
     checked_move,
+    copied,
+    joined,
     released_state,
 )
 from fatdeploy.runtimes.output_matrix import stored_output_rows
@@ -31,7 +33,14 @@ from fatdeploy.runtimes.trt_binding import bound_encoder, bound_step, results_of
 from fatdeploy.runtimes.trt_calls import Call
 from fatdeploy.runtimes.trt_memory import Held, HeldPool, HeldShape
 from fatdeploy.runtimes.trt_plans import Opened, opened_plans
-from fatdeploy.runtimes.trt_profiles import chosen_profile, fitting_profile, no_profile, padded_sizes, power_of_two
+from fatdeploy.runtimes.trt_profiles import (
+    chosen_profile,
+    fitting_profile,
+    most_steps,
+    no_profile,
+    padded_sizes,
+    power_of_two,
+)
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 Made = TypeVar("Made")
@@ -84,6 +93,7 @@ class TrtEngine:
         except BaseException:
             device.close()
             raise
+        self._profiles = self._plans["decoder"].record.profiles  # the encoder has the same
 
     def encode(self, source: Tokens, mask: Mask, capacity: Capacity) -> TrtState:
         """Read the source and return a state with one row a source; its memory stays on the device."""
@@ -104,11 +114,24 @@ class TrtEngine:
         return TrtState(held, capacity, batch, batch, shape.batch, length, lengths)
 
     def step(self, tokens: Tokens, state: TrtState, want: Want) -> StepOut:
-        """Feed tokens [R, t]: they and the position go to the device, what is wanted comes back."""
+        """Feed tokens [R, t]: they and the position go to the device, what is wanted comes back.
+
+        More tokens than a profile takes are fed in several calls, which changes no result.
+        """
         held = _held(state)
         check_want(self.spec, want)
         limit = min(state.capacity.target_positions, self.spec.max_target)
         check_step(self.spec, tokens, state.rows, state.position, limit)
+        steps = tokens.shape[1]
+        most = steps if steps == 1 else most_steps(self._profiles, self._sizes(state, held, steps))
+        if self.spec.decoding == "parallel" or not 0 < most < steps:
+            return self._step(tokens, state, held, want)
+        parts = [tokens[:, start : start + most] for start in range(0, steps, most)]
+        # Copies: a result is the engine's own until its next step.
+        return joined([copied(self._step(part, state, held, want)) for part in parts])
+
+    def _step(self, tokens: Tokens, state: TrtState, held: Held, want: Want) -> StepOut:
+        """Make one call."""
         sizes = self._sizes(state, held, tokens.shape[1])
         with held.busy, self._named(held, "decoder", sizes):
             with self._lock:
@@ -181,7 +204,7 @@ class TrtEngine:
 
     def _shape(self, batch: int, length: int, rows_per_source: int) -> HeldShape:
         """Return for which sizes a decode gets memory; refuse what no profile takes before anything is allocated."""
-        found = padded_sizes(self._plans["decoder"].record.profiles, batch, length, rows_per_source)
+        found = padded_sizes(self._profiles, batch, length, rows_per_source)
         if found is None:
             sizes = {"batch": batch, "source": length, "rows": batch * rows_per_source}
             raise no_profile(self._plans["decoder"].record, self._plans["decoder"].inputs, sizes)
@@ -255,7 +278,7 @@ class TrtEngine:
         if fewer >= state.device_batch:
             return state.device_batch
         sizes = {"batch": fewer, "rows": fewer * each, "source": held.shape.source}
-        fits = fitting_profile(self._plans["decoder"].record.profiles, tuple(sizes), sizes) is not None
+        fits = fitting_profile(self._profiles, tuple(sizes), sizes) is not None
         return fewer if fits else state.device_batch
 
     def _said(self, state: TrtState, arrays: Mapping[str, NDArray[Any]]) -> StepOut:

@@ -28,9 +28,10 @@ def chosen_profile(record: PlanRecord, tensors: Sequence[TensorSpec], sizes: Map
 
 def no_profile(record: PlanRecord, tensors: Sequence[TensorSpec], sizes: Mapping[str, int]) -> SpecMismatch:
     """Return what to say of sizes that no profile takes: each profile with the axes that stand against it."""
-    reasons = []
+    reasons, needed = [], {}
     for index, profile in enumerate(record.profiles):
         for axis in _outside(profile, axes_of(tensors), sizes):
+            needed[axis] = f"{axis}=1:{sizes[axis]}"
             one = next(tensor for tensor in tensors if axis in tensor.shape)
             allowed = profile.sizes[axis]
             reasons.append(
@@ -39,7 +40,7 @@ def no_profile(record: PlanRecord, tensors: Sequence[TensorSpec], sizes: Mapping
             )
     return SpecMismatch(
         f"{in_one_line(f'{record.part} refused, no profile of {record.file} fits', reasons)}. "
-        "Give it less, or build with other sizes: fatdeploy build --help"
+        f"Give it less at once, or build it for more: fatdeploy build BUNDLE --profile {','.join(needed.values())}"
     )
 
 
@@ -59,6 +60,12 @@ def padded_sizes(profiles: Sequence[Profile], batch: int, source: int, rows_per_
         if n_sources >= batch and length >= source and not _outside(profile, tuple(sizes), sizes):
             found.append((n_sources * length, n_sources, length))
     return min(found)[1:] if found else None
+
+
+def most_steps(profiles: Sequence[Profile], sizes: Mapping[str, int]) -> int:
+    """Return how many tokens a row one call may have beside these sizes; 0 if no profile takes these."""
+    fitting = [one for one in profiles if not _outside(one, ("batch", "rows", "source"), sizes)]
+    return max((_most(one, "step") for one in fitting), default=0)
 
 
 def power_of_two(size: int) -> int:
