@@ -1,16 +1,21 @@
 """The options of ``fatdeploy export`` as what the pipeline takes; all that does not go together is told at once."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, cast, get_args
 
-from fatdeploy.bundle import Precision
-from fatdeploy.errors import ConfigError, in_one_line
+from fatdeploy.bundle import Precision, Target
+from fatdeploy.errors import BackendUnavailable, ConfigError, in_one_line
+from fatdeploy.export.build_command import asked_engines, refuse_engine_options
 from fatdeploy.export.contract import Choices
 from fatdeploy.export.gate import Bar
 from fatdeploy.export.pipeline import Origin
 from fatdeploy.export.precision import Asked, Integers
 from fatdeploy.export.quantize import MatrixPrecision
+from fatdeploy.export.trt_build import finish_bundle, planned
+from fatdeploy.spec import ModelSpec
 
 
 def choices_of(chosen: Mapping[str, Any]) -> Choices:
@@ -55,6 +60,30 @@ def asked_of(chosen: Mapping[str, Any]) -> Asked | None:
         recover=chosen["recover"],
         bar=Bar(chosen["min_agreement"], chosen["max_loss"]),
     )
+
+
+def engines_of(
+    target: Target, chosen: Mapping[str, Any], spec: ModelSpec, stage: Callable[[str], None]
+) -> Callable[[Path], None] | None:
+    """Return what makes a bundle of TensorRT out of one of graphs; None of other targets.
+
+    What cannot be built is refused here, before anything is traced.
+    """
+    if target != "tensorrt" and target != "tensorrt-rtx":
+        refuse_engine_options(chosen, f"no engines are built for {target} (say --target tensorrt or tensorrt-rtx)")
+        if not chosen["build"]:
+            raise ConfigError(f"--no-build is for engines, and none are built for {target}")
+        return None
+    if not chosen["build"]:
+        refuse_engine_options(chosen, "no engines are built with --no-build (give it to fatdeploy build)")
+        return partial(finish_bundle, target=target, plan=None, stage=stage)
+    try:
+        plan = planned(asked_engines(target, chosen), spec)
+    except BackendUnavailable as error:
+        raise BackendUnavailable(
+            f"{error}. To write the graphs alone, and build their engines on the device, pass --no-build"
+        ) from error
+    return partial(finish_bundle, target=target, plan=plan, stage=stage)
 
 
 def precisions_from_text(given: tuple[str, ...]) -> dict[str, MatrixPrecision]:

@@ -2,13 +2,13 @@
 
 import importlib.util
 import json
-import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import click
 
 from fatdeploy.errors import BackendUnavailable
+from fatdeploy.export.build_command import EngineArguments, engine_lines, engine_options, progress
 from fatdeploy.runtimes.commands import gate_line, parity_line
 from fatdeploy.tables import aligned
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fatdeploy.bundle import Target
 
 
-class ExportArguments(TypedDict):
+class ExportArguments(EngineArguments):
     """The options of an export that say what becomes of the model."""
 
     max_source: int | None
@@ -32,6 +32,7 @@ class ExportArguments(TypedDict):
     recover: bool
     min_agreement: float
     max_loss: float
+    build: bool
 
 
 def need_export_packages() -> None:
@@ -40,12 +41,6 @@ def need_export_packages() -> None:
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise BackendUnavailable(f"needs {' and '.join(missing)}, not installed here: pip install 'fatdeploy[export]'")
-
-
-def progress(stage: str) -> None:
-    """Say on standard error what begins, unless --quiet was given."""
-    if logging.getLogger("fatdeploy").isEnabledFor(logging.WARNING):
-        click.echo(f"{stage} …", err=True)
 
 
 @click.command(
@@ -133,6 +128,8 @@ Examples:
   fatdeploy export transformer-base --out graphs --target onnx --max-source 128 --max-target 128
   fatdeploy export g2p --out g2p.half --target onnx --precision fp16
   fatdeploy export g2p --out g2p.cuda --target ort-cuda --precision fp16
+  fatdeploy export g2p --out g2p.rtx --target tensorrt-rtx --precision fp16 --compute-capability 8.6,8.9,12.0
+  fatdeploy export g2p --out g2p.trt --target tensorrt --precision fp16 --no-build
   fatdeploy export my-checkpoint --out aligned --attention 5
   fatdeploy export g2p --out g2p.int8 --precision int8
   fatdeploy export my-checkpoint --out small --precision int4 --precision-of output=int8 \\
@@ -145,8 +142,15 @@ Examples:
     "--target",
     default="ort-cpu",
     show_default=True,
-    type=click.Choice(["ort-cpu", "ort-cuda", "onnx"]),
-    help="onnxruntime on the CPU or on an NVIDIA GPU, or graphs of standard ops for any ONNX tool.",
+    type=click.Choice(["ort-cpu", "ort-cuda", "onnx", "tensorrt", "tensorrt-rtx"]),
+    help="onnxruntime on the CPU or an NVIDIA GPU, graphs of standard ops for any ONNX tool, or these with engines of "
+    "TensorRT.",
+)
+@engine_options
+@click.option(
+    "--build/--no-build",
+    default=True,
+    help="Build engines of TensorRT now, or leave it to the device: fatdeploy build.",
 )
 @click.option("--max-source", type=click.IntRange(1), help="Longest source; the model's own limit unless said.")
 @click.option("--max-target", type=click.IntRange(1), help="Longest target; the model's own limit unless said.")
@@ -217,24 +221,30 @@ def export(
     reference on real sources: below the bar nothing is written, and a table says which matrices cost most.
 
     Graphs in fp16 and bf16 tell how many tokens are the reference's; of a trained model 99.5 % must be.
+
+    With --target tensorrt or tensorrt-rtx engines are built from the graphs: TensorRT needs the GPU that will run them,
+    TensorRT-RTX builds ahead of time for compute capabilities that are named.
     """
     need_export_packages()
     from fatdeploy.bundle import PARITY
-    from fatdeploy.export.asked import asked_of, choices_of, floats_of, with_files
+    from fatdeploy.export.asked import asked_of, choices_of, engines_of, floats_of, with_files
+    from fatdeploy.export.contract import flat_model
     from fatdeploy.export.pipeline import write_bundle
     from fatdeploy.export.sources import model_from_source
 
     asked = asked_of(chosen)
     model, origin = model_from_source(source, licence=licence)
+    flat = flat_model(model, choices_of(chosen))
     bundle = write_bundle(
-        model,
+        flat,
         out,
         origin=with_files(origin, chosen),
-        dialect="standard" if target == "onnx" else "ort",
-        target=target,
+        dialect="ort" if target in ("ort-cpu", "ort-cuda") else "standard",
+        # Engines say themselves what the bundle is for once they are built.
+        target="ort-cuda" if target == "ort-cuda" else None,
         precision=floats_of(chosen),
-        choices=choices_of(chosen),
         quantize=asked,
+        finish=engines_of(target, chosen, flat.spec, progress),
         force=force,
         stage=progress,
     )
@@ -245,3 +255,7 @@ def export(
     click.echo(f"{out}: {bundle.total_bytes / 1e6:.1f} MB; {parity_line(certificate['parity'])}")
     if "gate" in certificate:
         click.echo(f"{out}: {gate_line(certificate['precision'], certificate['gate'])}")
+    for line in engine_lines(bundle):
+        click.echo(f"{out}: {line}")
+    if not chosen["build"]:
+        click.echo(f"{out}: no engines yet; on the device: fatdeploy build {out}")

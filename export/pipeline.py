@@ -85,13 +85,15 @@ def write_bundle(
     precision: Precision = "fp32",
     choices: Choices | None = None,
     quantize: Asked | None = None,
+    finish: Callable[[Path], None] | None = None,
     force: bool = False,
     stage: Callable[[str], None] = log.info,
 ) -> Bundle:
     """Export a model to a folder and return the bundle; a crash or a miss leaves what stood there before.
 
-    A quantized bundle is made from graphs that were proved right in fp32. ``stage`` is told what begins. The target is
-    that of the dialect unless one is said.
+    A quantized bundle is made from graphs that were proved right in fp32. ``stage`` is told what begins. ``finish``
+    adds to the bundle what is made of its graphs, before it takes the place of what stood there. The target is that of
+    the dialect unless one is said.
     """
     flat = flat_model(model, choices)
     target = target_of(target, dialect)
@@ -109,6 +111,8 @@ def write_bundle(
             (Path(work) / "fp32").mkdir()
             plain.write(Path(work) / "fp32", None)
             write_quantized(plain, read_bundle(Path(work) / "fp32", check_hashes=False), new, quantize, *examples)
+        if finish is not None:
+            finish(new)
     return read_bundle(folder)
 
 

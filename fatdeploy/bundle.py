@@ -11,6 +11,7 @@ from typing import Any, Literal, NoReturn
 
 from fatdeploy._version import VERSION
 from fatdeploy.errors import BundleError, in_one_line
+from fatdeploy.plans import Part, PlanRecord
 from fatdeploy.records import RecordReader, json_from_record, shown
 from fatdeploy.spec import ModelSpec
 
@@ -20,15 +21,16 @@ Dialect = Literal["ort", "standard"]
 
 CpuClass = Literal["any", "x86-avx2", "x86-vnni", "arm64"]
 
-FORMAT = (1, 2)  # a reader takes any minor of its own major
+FORMAT = (1, 3)  # a reader takes any minor of its own major
 OUTPUT_MATRIX_SINCE = (1, 1)  # earlier manifests do not say whether there is one
 MANIFEST, ENCODER, DECODER, WEIGHTS = "manifest.json", "encoder.onnx", "decoder.onnx", "weights.bin"
+GRAPHS: dict[Part, str] = {"encoder": ENCODER, "decoder": DECODER}
 TOKENIZER, PARITY, PROBES = "tokenizer.json", "parity.json", "probes.npz"
 # Of quantized bundles: what they are judged by, and what shows whether this CPU multiplies their integers rightly.
 GATE, SATURATION = "gate.npz", "saturation.onnx"
 # Among the matrices of a Quantization: the table that tokens are looked up in, which may be one of the others.
 EMBEDDING = "embedding"
-REQUIRED = (ENCODER, DECODER, WEIGHTS)  # of every target: a TensorRT plan is built from them on the device
+REQUIRED = (ENCODER, DECODER, WEIGHTS)  # unless both parts have plans: these are built from them on the device
 
 _LARGEST_MANIFEST = 16 << 20
 _MOST_REASONS = 20
@@ -112,7 +114,7 @@ class Manifest:
     ``onnxruntime`` is the range of versions that it was verified with, ``settings`` are the choices that the exporter
     made by itself, ``histograms`` count operators: graph, then stage of the export, then operator.
     ``output_matrix`` is None if logits are something else than a hidden state times a matrix, ``quantization`` is None
-    of fp32, fp16 and bf16.
+    of fp32, fp16 and bf16, ``plans`` are the TensorRT engines among the files.
     """
 
     spec: ModelSpec
@@ -128,6 +130,7 @@ class Manifest:
     weights: dict[str, WeightGroup] = field(default_factory=dict)
     output_matrix: OutputMatrix | None = None
     quantization: Quantization | None = None
+    plans: tuple[PlanRecord, ...] = ()
     files: dict[str, FileRecord] = field(default_factory=dict)
     format: tuple[int, int] = FORMAT
 
@@ -182,7 +185,7 @@ def read_bundle(path: str | Path, *, check_hashes: bool = True) -> Bundle:
     folder = _existing_folder(path)
     values, digest = _values_and_digest(path, folder)
     manifest = _manifest_from_values(path, values, digest)
-    reasons = [f"{name}: {MANIFEST} does not list it" for name in REQUIRED if name not in manifest.files]
+    reasons = [f"{name}: {MANIFEST} does not list it" for name in _needed(manifest) if name not in manifest.files]
     for name, record in manifest.files.items():
         reason = _wrong_name(name) or _wrong_file(folder, name, record, check_hashes)
         if reason:
@@ -199,6 +202,20 @@ def digest_of(values: Mapping[str, Any]) -> str:
         files = {name: record for name, record in files.items() if name != PARITY}
     covered = {name: value for name, value in values.items() if name != "digest"} | {"files": files}
     return hashlib.sha256(json.dumps(covered, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def graph_hash(manifest: Manifest, part: Part) -> str:
+    """Return the sha256 of a part's graph together with the weights, by which a plan knows what it was built from."""
+    records = [manifest.files[name] for name in (GRAPHS[part], WEIGHTS)]
+    return hashlib.sha256("\n".join(one.sha256 for one in records).encode()).hexdigest()
+
+
+def _needed(manifest: Manifest) -> list[str]:
+    """Return the files without which a bundle is none."""
+    plans = [one.file for one in manifest.plans]
+    if {one.part for one in manifest.plans} == set(GRAPHS):
+        return plans if manifest.output_matrix is None else [*plans, WEIGHTS]
+    return [*REQUIRED, *plans]
 
 
 def _refuse(path: Path, reasons: list[str], advice: str = "") -> NoReturn:

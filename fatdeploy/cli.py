@@ -14,6 +14,7 @@ from fatdeploy.errors import FatdeployError
 # torch or onnxruntime only inside a command: the help of a device that has neither is complete and quick.
 COMMANDS = {
     "bench": "fatdeploy.runtimes.bench_command",
+    "build": "fatdeploy.export.build_command",
     "demo": "fatdeploy.export.commands",
     "doctor": "fatdeploy.runtimes.commands",
     "eval": "fatdeploy.runtimes.eval_command",

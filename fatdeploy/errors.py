@@ -38,6 +38,14 @@ class BackendUnavailable(FatdeployError, ImportError):
     """What was asked for needs a package or a device that is not here."""
 
 
+class DeviceFailed(FatdeployError, RuntimeError):
+    """A GPU could not do what it was asked for."""
+
+
+class OutOfDeviceMemory(DeviceFailed):
+    """A GPU has no memory left for what was asked for."""
+
+
 class TrainingFailed(FatdeployError, RuntimeError):
     """A model could not be trained."""
 

@@ -24,10 +24,11 @@ from fatdeploy.runtimes.bench_timing import (
     read_bandwidth,
     timed_decode,
 )
+from fatdeploy.runtimes.engine import Engine
+from fatdeploy.runtimes.engines import has_plans, opened_engine
 from fatdeploy.runtimes.fidelity import Fidelity, token_fidelity
 from fatdeploy.runtimes.gate import forced_fidelity, read_material
 from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.runtimes.ort_sessions import onnxruntime_module
 from fatdeploy.runtimes.verify import Parity, read_probes, verified
 
@@ -44,10 +45,13 @@ class Checked:
 
 def taken(turn: Turn, tick: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Return all that a turn measures: seconds of loading and of every decode, fidelity, memory, bandwidth."""
-    runtime = onnxruntime_module()  # before the clock starts: loading a bundle is what is measured
+    planned = has_plans(read_bundle(turn.bundle, check_hashes=False))
+    # Before the clock starts: loading a bundle is what is measured.
+    runtime = None if planned else onnxruntime_module().__version__
     started = time.perf_counter()
     bundle = read_bundle(turn.bundle)
-    engine = OrtEngine(bundle, threads=turn.threads, spinning=turn.spinning)
+    # TensorRT has no threads of its own to speak of.
+    engine = opened_engine(bundle) if planned else opened_engine(bundle, threads=turn.threads, spinning=turn.spinning)
     load = time.perf_counter() - started
     said, peaks = {}, {}
     for setting in turn.settings:  # also the warm-up
@@ -65,7 +69,7 @@ def taken(turn: Turn, tick: Callable[[], None] = lambda: None) -> dict[str, Any]
         "load": load,
         "fidelity": checked.fidelity.as_dict(),
         "parity": None if checked.parity is None else checked.parity.as_dict(),
-        "onnxruntime": runtime.__version__,
+        "onnxruntime": runtime,
         "bandwidth": read_bandwidth(turn.decoder_bytes, turn.threads),
         "settings": [
             {
@@ -79,7 +83,7 @@ def taken(turn: Turn, tick: Callable[[], None] = lambda: None) -> dict[str, Any]
     }
 
 
-def check(bundle: Bundle, engine: OrtEngine, *, thorough: bool) -> Checked:
+def check(bundle: Bundle, engine: Engine[Any], *, thorough: bool) -> Checked:
     """Return how many of the reference's tokens a bundle says here; of fp32 one that differs is ParityFailed."""
     probes = read_probes(bundle.file(PROBES))
     exact = bundle.manifest.precision == "fp32"
@@ -95,14 +99,14 @@ def check(bundle: Bundle, engine: OrtEngine, *, thorough: bool) -> Checked:
     return Checked(fidelity, parity)
 
 
-def _timed_again(engine: OrtEngine, turn: Turn, setting: Setting, expected: Said) -> Times:
+def _timed_again(engine: Engine[Any], turn: Turn, setting: Setting, expected: Said) -> Times:
     times, said = _decode(engine, turn, setting)
     if said != expected:
         raise ParityFailed(f"the same batch of {setting.batch} decoded twice gave two answers: no time was recorded")
     return times
 
 
-def _decode(engine: OrtEngine, turn: Turn, setting: Setting) -> tuple[Times, Said]:
+def _decode(engine: Engine[Any], turn: Turn, setting: Setting) -> tuple[Times, Said]:
     sources = random_sources(engine.spec, setting.batch, turn.source)
     options = DecodeOptions(max_new_tokens=turn.target, num_beams=setting.beams)
     return timed_decode(Endless(engine), sources, options)

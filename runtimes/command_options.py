@@ -1,4 +1,4 @@
-"""Options that commands share: how onnxruntime runs."""
+"""Options that commands share: how a bundle is run."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
@@ -18,10 +18,11 @@ class EngineArguments(TypedDict):
     threads: int | None
     spinning: bool
     providers: "tuple[Provider, ...]"
+    cuda_graphs: bool
 
 
 def engine_options(command: Command) -> Command:
-    """Add the options that say how onnxruntime runs."""
+    """Add the options that say how a bundle is run."""
     options = (
         click.option(
             "--threads", type=click.IntRange(1), help="Threads of onnxruntime; as many as there are cores unless said."
@@ -37,7 +38,13 @@ def engine_options(command: Command) -> Command:
             "providers",
             multiple=True,
             type=click.Choice(["cpu", "cuda", "tensorrt"]),
-            help="Where to run, what the bundle was exported for unless said; what is not here is an error.",
+            help="Where onnxruntime runs, what the bundle was exported for unless said; what is not here is an error.",
+        ),
+        click.option(
+            "--cuda-graphs/--no-cuda-graphs",
+            default=True,
+            show_default=True,
+            help="Record the steps of a TensorRT bundle and replay them; only for those.",
         ),
     )
     for option in reversed(options):

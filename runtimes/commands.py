@@ -20,7 +20,7 @@ from fatdeploy.tables import aligned
 if TYPE_CHECKING:
     # Not at run time: the doctor must run where even numpy is broken.
     from fatdeploy.bundle import Bundle
-    from fatdeploy.runtimes.ort import OrtEngine
+    from fatdeploy.runtimes.engine import Engine
 
 Batch = TypeVar("Batch")
 
@@ -83,8 +83,7 @@ def verify(
     """
     # Imported here: the doctor, beside it, must run where even numpy is broken.
     from fatdeploy.bundle import PROBES, read_bundle
-    from fatdeploy.runtimes.ort import OrtEngine
-    from fatdeploy.runtimes.ort_sessions import providers_of
+    from fatdeploy.runtimes.engines import opened_engine
     from fatdeploy.runtimes.verify import read_probes, verified
 
     found = read_bundle(bundle)
@@ -93,8 +92,7 @@ def verify(
             f"{bundle} is in {found.manifest.precision}: its tokens need not be the reference's, and verify compares "
             f"them exactly. See what its certificate says: fatdeploy inspect {bundle}"
         )
-    engine["providers"] = tuple(providers_of(found, engine["providers"]))
-    running = OrtEngine(found, **engine)
+    running = opened_engine(found, **engine)
     if found.manifest.quantization is not None:
         _verify_quantized(found, running, as_json=as_json, record=record, against=against)
         return
@@ -119,7 +117,7 @@ def verify(
 
 
 def _verify_quantized(
-    bundle: "Bundle", engine: "OrtEngine", *, as_json: bool, record: bool, against: str | None
+    bundle: "Bundle", engine: "Engine[Any]", *, as_json: bool, record: bool, against: str | None
 ) -> None:
     from fatdeploy.runtimes.gate import certificate_of, recorded_here, verified_quantized
 

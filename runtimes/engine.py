@@ -1,5 +1,6 @@
 """What a backend does for the decode loop. The loop owns token choice, the engine owns caches."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol, TypeVar
@@ -41,6 +42,20 @@ class StepOut:
     top_log_probs: Floats | None = None  # [R, t, k], best first
     top_ids: Tokens | None = None  # [R, t, k]
     attention: Floats | None = None  # [R, H, t, S], cross weights of the layer that was exported with them
+
+
+def copied(out: StepOut) -> StepOut:
+    """Return a result as the caller's own."""
+    return StepOut(**{name: None if array is None else array.copy() for name, array in vars(out).items()})
+
+
+def joined(outs: Sequence[StepOut]) -> StepOut:
+    """Return the result of one step for those of several, each on the tokens that follow."""
+    along = {name: 2 if name == "attention" else 1 for name in vars(outs[0])}
+    parts = {name: [getattr(out, name) for out in outs] for name in along}
+    return StepOut(
+        **{name: None if found[0] is None else np.concatenate(found, along[name]) for name, found in parts.items()}
+    )
 
 
 class Stepper(Protocol[State]):
@@ -98,6 +113,38 @@ def sources_of_rows(rows: Rows, rows_per_source: int) -> tuple[Rows, int]:
             f"with {rows_per_source} rows a source"
         )
     return np.array(kept), each
+
+
+def checked_move(rows: Rows, n_rows: int, n_sources: int, capacity: Capacity) -> tuple[Rows, int]:
+    """Return which sources a reorder keeps and how many rows each has then; refuse rows that there cannot be."""
+    listed = rows.tolist()
+    if listed and not 0 <= min(listed) <= max(listed) < n_rows:
+        raise SpecMismatch(f"reorder refused: the state has rows 0…{n_rows - 1}, found {listed}")
+    kept, each = sources_of_rows(rows, n_rows // n_sources)
+    if each > capacity.rows_per_source:
+        raise SpecMismatch(
+            f"reorder refused: {each} rows a source, the state was encoded for a capacity of "
+            f"rows_per_source = {capacity.rows_per_source}"
+        )
+    return kept, each
+
+
+def check_step(spec: ModelSpec, tokens: Tokens, n_rows: int, position: int, limit: int) -> None:
+    """Raise unless a state of so many rows may be fed these tokens at its position."""
+    spec.check_tokens(tokens, position, limit)
+    if len(tokens) != n_rows:
+        raise SpecMismatch(f"step refused: {len(tokens)} rows of tokens, the state has {n_rows}")
+
+
+def check_length_head(spec: ModelSpec) -> None:
+    """Raise if target lengths are asked of a model that does not tell them."""
+    if not spec.length_log_probs:
+        raise SpecMismatch("this model has no length head: its targets end with EOS")
+
+
+def released_state() -> SpecMismatch:
+    """Return what to say of a state that was given back: its memory may be another decode's by now."""
+    return SpecMismatch("this state was released and cannot be used any more: encode the source again")
 
 
 def check_want(spec: ModelSpec, want: Want) -> None:

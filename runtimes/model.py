@@ -19,10 +19,10 @@ from fatdeploy.runtimes.batching import batches_of
 from fatdeploy.runtimes.decode import Decoding, check_sources, row_of, wrong_source
 from fatdeploy.runtimes.deltas import Deltas
 from fatdeploy.runtimes.engine import Engine
+from fatdeploy.runtimes.engines import has_plans, opened_engine
 from fatdeploy.runtimes.hypothesis import Hypothesis
 from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.ort_sessions import Provider, onnxruntime_module, providers_of
+from fatdeploy.runtimes.ort_sessions import Provider, onnxruntime_module
 from fatdeploy.runtimes.stops import cut_text
 from fatdeploy.runtimes.streaming import Stream
 from fatdeploy.runtimes.text import Encoded, Tokenizer, tokenizer_from_file
@@ -42,17 +42,20 @@ def load(
     threads: int | None = None,
     spinning: bool = True,
     providers: Sequence[Provider] | None = None,
+    cuda_graphs: bool = True,
     check_hashes: bool = True,
 ) -> "Model":
-    """Return the model in a bundle's folder.
+    """Return the model in a bundle's folder, on what it was exported for.
 
     ``threads`` are one a core unless said. Threads that spin while they wait answer sooner and use the cores of
     others. ``providers`` are those that the bundle was exported for unless said; one that is not here is an error,
-    never another one in its place.
+    never another one in its place. These are onnxruntime's; TensorRT's is ``cuda_graphs``: whether steps are recorded
+    and replayed.
     """
     bundle = read_bundle(path, check_hashes=check_hashes)
-    engine = OrtEngine(bundle, threads=threads, spinning=spinning, providers=providers_of(bundle, providers))
-    _warn_of_version(bundle, onnxruntime_module().__version__)
+    engine = opened_engine(bundle, threads=threads, spinning=spinning, providers=providers, cuda_graphs=cuda_graphs)
+    if not has_plans(bundle):
+        _warn_of_version(bundle, onnxruntime_module().__version__)
     return Model(bundle, engine)
 
 

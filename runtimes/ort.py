@@ -9,10 +9,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fatdeploy.bundle import DECODER, ENCODER, Bundle
-from fatdeploy.errors import ConfigError, FatdeployError, SpecMismatch
+from fatdeploy.errors import ConfigError, FatdeployError
 from fatdeploy.machine import usable_cores
 from fatdeploy.runtimes.buffers import BufferPool, Buffers
-from fatdeploy.runtimes.engine import Capacity, Floats, Ids, Rows, StepOut, Want, check_want, sources_of_rows
+from fatdeploy.runtimes.engine import (
+    Capacity,
+    Floats,
+    Ids,
+    Rows,
+    StepOut,
+    Want,
+    check_length_head,
+    check_step,
+    check_want,
+    checked_move,
+    released_state,
+)
 from fatdeploy.runtimes.ort_bindings import MOST_HELD_BYTES, MOST_SHAPES, Binder, Bound
 from fatdeploy.runtimes.ort_device import CudaDevice, Device, DeviceBinder, DeviceMemory
 from fatdeploy.runtimes.ort_memory import Held, HostMemory, Memory
@@ -110,9 +122,7 @@ class OrtEngine:
         _check_held(state)
         check_want(self.spec, want)
         position = int(state.position)
-        self.spec.check_tokens(tokens, position, state.capacity.target_positions)
-        if len(tokens) != state.rows:
-            raise SpecMismatch(f"step refused: {len(tokens)} rows of tokens, the state has {state.rows}")
+        check_step(self.spec, tokens, state.rows, position, state.capacity.target_positions)
         key = (tokens.shape[1], want)
         bound = state.bound.get(key) or self._bound(state, *key)
         bound.tokens[...] = tokens
@@ -136,16 +146,8 @@ class OrtEngine:
         position: that is slower (benchmarks/beam_rows.py).
         """
         _check_held(state)
-        listed = rows.tolist()
-        if listed and not 0 <= min(listed) <= max(listed) < state.rows:
-            raise SpecMismatch(f"reorder refused: the state has rows 0…{state.rows - 1}, found {listed}")
         batch = len(state.sources[self.spec.source_mask.name])
-        kept, each = sources_of_rows(rows, state.rows // batch)
-        if each > state.capacity.rows_per_source:
-            raise SpecMismatch(
-                f"reorder refused: {each} rows a source, the state was encoded for a capacity of "
-                f"rows_per_source = {state.capacity.rows_per_source}"
-            )
+        kept, _ = checked_move(rows, state.rows, batch, state.capacity)
         state.turn = self._memory.moved(state.held, state.turn, rows, state.rows)
         leaving = kept.tolist() != list(range(batch))
         if leaving:
@@ -158,8 +160,7 @@ class OrtEngine:
     def length_log_probs(self, state: OrtState) -> Floats:
         """Return log-probabilities [B, max_target] of the target lengths from 1 up."""
         _check_held(state)
-        if not self.spec.length_log_probs:
-            raise SpecMismatch("this model has no length head: its targets end with EOS")
+        check_length_head(self.spec)
         log_probs: Floats = state.sources[self.spec.length_log_probs[0].name]
         return log_probs
 
@@ -238,6 +239,5 @@ def _set_aside(state: OrtState) -> None:
 
 
 def _check_held(state: OrtState) -> None:
-    """Raise if a state was given back: its buffers may be another decode's by now."""
     if state.released:
-        raise SpecMismatch("this state was released and cannot be used any more: encode the source again")
+        raise released_state()

@@ -209,7 +209,7 @@ def test_a_path_with_a_nul_is_refused() -> None:
         (b'{"a": 1, "b": 2, "b": 3}', "manifest.json cannot be read: b stands there more than once"),
         (b"[" * 100_000, "manifest.json cannot be read: maximum recursion depth"),
         (b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}", "manifest.json"),
-        (b"{}", "manifest.json: format: expected [1, 2], found None"),
+        (b"{}", "manifest.json: format: expected [1, 3], found None"),
         (b" " * (16 << 20) + b"{}", "manifest.json cannot be read: expected at most 16777216 bytes, found more"),
     ],
     ids=lambda value: repr(value[:20]),
@@ -222,7 +222,7 @@ def test_a_manifest_that_is_no_json_object_says_so(folder: Path, text: bytes, re
 @pytest.mark.parametrize("form", [None, 1, "1.0", [1], [1, 0, 0], [True, 0], [1.0, 0], [1, -1], {}, [[1], 0]])
 def test_a_format_that_is_no_pair_of_numbers_is_refused(folder: Path, form: object) -> None:
     sealed(folder, {**values_of(folder), "format": form})
-    assert "manifest.json: format: expected [1, 2], found " in refusal(folder)
+    assert "manifest.json: format: expected [1, 3], found " in refusal(folder)
 
 
 def test_a_newer_major_is_refused_with_the_version_to_install_whatever_else_it_says(folder: Path) -> None:

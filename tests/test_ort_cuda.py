@@ -181,7 +181,9 @@ def test_a_bundle_for_cuda_runs_there_or_says_why_not_and_on_the_cpu_if_asked() 
         load(half().path)
     ran = CliRunner().invoke(main, ["run", str(half().path), "--ids", "5 6 7"])
     assert (ran.exit_code, ran.stdout) == (1, "")
-    ran = CliRunner().invoke(main, ["run", str(half().path), "--ids", "5 6 7", "--provider", "cpu", "--max-new-tokens", "4"])
+    ran = CliRunner().invoke(
+        main, ["run", str(half().path), "--ids", "5 6 7", "--provider", "cpu", "--max-new-tokens", "4"]
+    )
     assert ran.exit_code == 0, ran.output
     assert len(ran.stdout.split()) == 4
     assert list(providers_of(bundle_of(TINY))) == ["cpu"]

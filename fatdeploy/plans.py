@@ -1,0 +1,111 @@
+"""TensorRT plans of a bundle: which graph, version, GPU and sizes each was built for. Numbers and names alone."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from fatdeploy.spec import Axis, ModelSpec, TensorSpec
+
+Part = Literal["encoder", "decoder"]
+Flavour = Literal["tensorrt", "tensorrt-rtx"]
+Shape = tuple[int, ...]
+
+ENGINES = "engines"  # the folder of a bundle that holds them
+PORTABLE = "portable"  # in a file's name: for several compute capabilities at once
+# Axes whose size a call chooses; a cache's capacity is a number in graphs that plans are built from.
+SIZED = tuple(axis for axis in get_args(Axis) if axis != "capacity")
+
+_CAPABILITY = re.compile(r"[1-9]\d*\.\d")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeRange:
+    """The sizes that one axis may have, and the one that an engine is tuned for."""
+
+    least: int
+    usual: int
+    most: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.usual <= self.most:
+            raise ValueError(f"expected 1 <= least <= usual <= most, found {self.least}, {self.usual}, {self.most}")
+
+    def holds(self, size: int) -> bool:
+        """Whether an axis may have this size."""
+        return self.least <= size <= self.most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """One range for each named axis: an axis has the same range in every tensor that has it.
+
+    Both parts of a model have the same profiles in the same order; an encoder has no use for some of their axes.
+    """
+
+    sizes: dict[str, SizeRange]
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.sizes if name not in SIZED]
+        if unknown:
+            raise ValueError(f"a profile has ranges of {', '.join(SIZED)}, found {', '.join(unknown)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRecord:
+    """What a plan was built from and for.
+
+    ``compute_capabilities`` such as ``8.6``: several for TensorRT-RTX, the device's own for TensorRT.
+    ``graph_sha256`` is what ``graph_hash`` says of the graph and its weights.
+    """
+
+    part: Part
+    file: str
+    flavour: Flavour
+    version: str
+    compute_capabilities: tuple[str, ...]
+    profiles: tuple[Profile, ...]
+    graph_sha256: str
+
+    def __post_init__(self) -> None:
+        reasons = [f"compute capability {one!r}" for one in self.compute_capabilities if not _CAPABILITY.fullmatch(one)]
+        if not self.compute_capabilities:
+            reasons.append("no compute capability")
+        if not self.profiles:
+            reasons.append("no profile")
+        if not _SHA256.fullmatch(self.graph_sha256):
+            reasons.append(f"graph_sha256 {self.graph_sha256[:80]!r}")
+        if reasons:
+            raise ValueError(f"expected capabilities such as 8.6, profiles and a sha256, found {', '.join(reasons)}")
+
+
+def plan_file(part: Part, flavour: Flavour, version: str, capabilities: tuple[str, ...]) -> str:
+    """Return the name that a plan has in a bundle."""
+    where = f"sm{capabilities[0].replace('.', '')}" if len(capabilities) == 1 else PORTABLE
+    return f"{ENGINES}/{part}-{flavour}-{version}-{where}.plan"
+
+
+def shapes_of(tensor: TensorSpec, profile: Profile, fixed: dict[str, int]) -> tuple[Shape, Shape, Shape]:
+    """Return the least, the usual and the largest shape of a tensor; ``fixed`` are axes that have one size alone."""
+    least, usual, most = (
+        {name: getattr(sizes, which) for name, sizes in profile.sizes.items()} | fixed
+        for which in ("least", "usual", "most")
+    )
+    return tensor.sized(least), tensor.sized(usual), tensor.sized(most)
+
+
+def inputs_of(spec: ModelSpec, part: Part) -> tuple[TensorSpec, ...]:
+    """Return the inputs of the graph that a plan is built from."""
+    return spec.encoder_inputs() if part == "encoder" else spec.decoder_inputs(branches=False)
+
+
+def outputs_of(spec: ModelSpec, part: Part) -> tuple[TensorSpec, ...]:
+    """Return the outputs of the graph that a plan is built from."""
+    return spec.encoder_outputs() if part == "encoder" else spec.decoder_outputs()
+
+
+def axes_of(tensors: Iterable[TensorSpec]) -> tuple[str, ...]:
+    """Return the axes of tensors whose sizes a profile says, each once."""
+    found = {axis for one in tensors for axis in one.shape}
+    return tuple(axis for axis in SIZED if axis in found)

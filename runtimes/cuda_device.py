@@ -1,0 +1,220 @@
+"""A real GPU behind the device interface: CUDA through cuda.bindings, plans through TensorRT or TensorRT-RTX."""
+
+import importlib
+import logging
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fatdeploy.errors import BackendUnavailable, DeviceFailed, OutOfDeviceMemory, in_one_line
+from fatdeploy.plans import Flavour, PlanRecord
+from fatdeploy.runtimes.cuda_devices import cuda_here
+from fatdeploy.runtimes.cuda_plans import CudaPlan, Errors
+from fatdeploy.runtimes.device import Bytes, Here, Strips
+from fatdeploy.runtimes.packages import CUDA_PYTHON, install_command, installed_versions
+from fatdeploy.runtimes.trt_modules import listening, logger_of, tensorrt_module
+
+log = logging.getLogger("fatdeploy")
+
+# Another one is chosen by CUDA_VISIBLE_DEVICES: CUDA remembers a device for each thread, and threads come and go.
+DEVICE = 0
+
+
+def opened_device(flavour: Flavour) -> "CudaDevice":
+    """Return the GPU of this machine; whatever is missing for plans of a flavour is said at once, with what to type."""
+    reasons: list[str] = []
+    cuda = tensorrt = None
+    try:
+        cuda = importlib.import_module("cuda.bindings.runtime")
+    except ImportError as error:
+        advice = install_command(CUDA_PYTHON, installed_versions())
+        reasons.append(f"{CUDA_PYTHON.name} cannot be imported ({error}): {advice}")
+    # Asked before TensorRT is: without a device it may end the process.
+    no_device = cuda_here().reason if cuda is None else _no_device(cuda)
+    if no_device:
+        reasons.append(no_device)
+    else:
+        try:
+            tensorrt = tensorrt_module(flavour)
+        except BackendUnavailable as error:
+            reasons.append(str(error))
+    if cuda is None or tensorrt is None:
+        raise BackendUnavailable(
+            in_one_line(f"plans of {flavour} cannot run here", reasons)
+            + ". See what this machine can do: fatdeploy doctor; for its CPU: fatdeploy export SOURCE --out DIR"
+        )
+    return CudaDevice(cuda, tensorrt, flavour)
+
+
+def _no_device(cuda: Any) -> str | None:
+    code, count = cuda.cudaGetDeviceCount()
+    if code != cuda.cudaError_t.cudaSuccess:
+        return f"CUDA finds no GPU: {described(cuda, code)}"
+    return None if count else "CUDA finds no GPU"
+
+
+def described(cuda: Any, code: Any) -> str:
+    """Return what CUDA calls a result of its own, and says of it."""
+    _, said = cuda.cudaGetErrorString(code)
+    return f"{code.name}, {said.decode() if isinstance(said, bytes) else said}"
+
+
+class Pinned:
+    """Host memory that the device reads and writes; numpy keeps this object as long as there is a view of it."""
+
+    def __init__(self, address: int, n_bytes: int, gone: Callable[[int], None]) -> None:
+        self._address, self._gone = address, gone
+        self.__array_interface__ = {"data": (address, False), "shape": (n_bytes,), "typestr": "|u1", "version": 3}
+
+    def __del__(self) -> None:
+        self._gone(self._address)
+
+
+class CudaDevice:
+    """One GPU and one stream of it."""
+
+    def __init__(self, cuda: Any, tensorrt: Any, flavour: Flavour) -> None:
+        self._cuda, self._tensorrt = cuda, tensorrt
+        major, minor = (
+            self.called("cudaDeviceGetAttribute", attribute, DEVICE)
+            for attribute in (
+                cuda.cudaDeviceAttr.cudaDevAttrComputeCapabilityMajor,
+                cuda.cudaDeviceAttr.cudaDevAttrComputeCapabilityMinor,
+            )
+        )
+        name = self.called("cudaGetDeviceProperties", DEVICE).name
+        name = name.decode(errors="replace").rstrip("\0") if isinstance(name, bytes) else str(name)
+        self.here = Here(name, flavour, tensorrt.__version__, f"{major}.{minor}")
+        self.stream = self.called("cudaStreamCreateWithFlags", cuda.cudaStreamNonBlocking)
+        self._errors = Errors()
+        self._listening = ExitStack()
+        self._listening.enter_context(listening(self._errors.hear))
+        self._runtime = tensorrt.Runtime(logger_of(flavour))
+        self._unpinned: deque[int] = deque()
+        self._closed = False
+
+    def called(self, function: str, *arguments: Any) -> Any:
+        """Return what a function of CUDA returns beside its code; a code that is no success is DeviceFailed."""
+        code, *results = getattr(self._cuda, function)(*arguments)
+        if code == self._cuda.cudaError_t.cudaErrorMemoryAllocation:
+            raise OutOfDeviceMemory(
+                f"{function} {list(arguments)}: {described(self._cuda, code)}; give it less at once"
+            )
+        if code != self._cuda.cudaError_t.cudaSuccess:
+            raise DeviceFailed(f"{function}: {described(self._cuda, code)}")
+        return results[0] if results else None
+
+    def tidied(self, function: str, *arguments: Any) -> None:
+        """Call a function that gives something back; after a failure of the device that fails too, and is no news."""
+        try:
+            self.called(function, *arguments)
+        except DeviceFailed as error:
+            log.debug("%s", error)
+
+    def allocate(self, n_bytes: int) -> int:
+        self._free_unpinned()
+        return int(self.called("cudaMalloc", n_bytes))
+
+    def free(self, address: int) -> None:
+        self.tidied("cudaFree", address)
+
+    def pinned(self, n_bytes: int) -> Bytes:
+        self._free_unpinned()
+        address = int(self.called("cudaMallocHost", n_bytes))
+        return np.asarray(Pinned(address, n_bytes, self._gone))
+
+    def _gone(self, address: int) -> None:
+        """Remember to free: whoever drops the last view may be recording, where freeing is not allowed."""
+        self._unpinned.append(address)
+        if self._closed:
+            self._free_unpinned()
+
+    def _free_unpinned(self) -> None:
+        while self._unpinned:
+            self.tidied("cudaFreeHost", self._unpinned.popleft())
+
+    def upload(self, address: int, host: Bytes) -> None:
+        kind = self._cuda.cudaMemcpyKind.cudaMemcpyHostToDevice
+        self.called("cudaMemcpyAsync", address, host.ctypes.data, host.size, kind, self.stream)
+
+    def download(self, host: Bytes, address: int) -> None:
+        kind = self._cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        self.called("cudaMemcpyAsync", host.ctypes.data, address, host.size, kind, self.stream)
+
+    def move(self, address: int, source: int, strips: Strips) -> None:
+        kind, pitch = self._cuda.cudaMemcpyKind.cudaMemcpyDeviceToDevice, strips.pitch
+        if strips.count == 1:
+            self.called("cudaMemcpyAsync", address, source, strips.width, kind, self.stream)
+            return
+        sizes = (strips.width, strips.count)
+        self.called("cudaMemcpy2DAsync", address, pitch, source, pitch, *sizes, kind, self.stream)
+
+    def zero(self, address: int, n_bytes: int) -> None:
+        self.called("cudaMemsetAsync", address, 0, n_bytes, self.stream)
+
+    def event(self) -> "CudaEvent":
+        return CudaEvent(self, self.called("cudaEventCreateWithFlags", self._cuda.cudaEventDisableTiming))
+
+    def load(self, path: Path, record: PlanRecord) -> CudaPlan:
+        return CudaPlan(self, self._tensorrt, self._runtime, self._errors, path, record)
+
+    def captured(self, work: Callable[[], None]) -> "CudaGraph":
+        # Of this thread alone: others may wait for their events meanwhile.
+        mode = self._cuda.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        self.called("cudaStreamBeginCapture", self.stream, mode)
+        try:
+            work()
+        except BaseException:
+            # The stream must not stay in its recording.
+            self.tidied("cudaStreamEndCapture", self.stream)
+            raise
+        graph = self.called("cudaStreamEndCapture", self.stream)
+        try:
+            return CudaGraph(self, self.called("cudaGraphInstantiate", graph, 0))
+        finally:
+            self.tidied("cudaGraphDestroy", graph)
+
+    def synchronise(self) -> None:
+        self.called("cudaStreamSynchronize", self.stream)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._free_unpinned()
+        self._runtime = None
+        self._listening.close()
+        self.tidied("cudaStreamDestroy", self.stream)
+
+
+class CudaEvent:
+    """An event of CUDA that measures no time."""
+
+    def __init__(self, device: CudaDevice, event: Any) -> None:
+        self._device, self._event = device, event
+
+    def record(self) -> None:
+        self._device.called("cudaEventRecord", self._event, self._device.stream)
+
+    def wait(self) -> None:
+        self._device.called("cudaEventSynchronize", self._event)
+
+    def close(self) -> None:
+        self._device.tidied("cudaEventDestroy", self._event)
+
+
+class CudaGraph:
+    """A CUDA graph that can be launched."""
+
+    def __init__(self, device: CudaDevice, graph: Any) -> None:
+        self._device, self._graph = device, graph
+
+    def launch(self) -> None:
+        self._device.called("cudaGraphLaunch", self._graph, self._device.stream)
+
+    def close(self) -> None:
+        self._device.tidied("cudaGraphExecDestroy", self._graph)

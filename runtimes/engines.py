@@ -1,0 +1,51 @@
+"""Which engine runs a bundle: its target says so, here and nowhere else."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fatdeploy.bundle import Bundle, Target
+from fatdeploy.errors import ConfigError
+from fatdeploy.plans import Flavour
+from fatdeploy.runtimes.cuda_device import opened_device
+from fatdeploy.runtimes.device import Device
+from fatdeploy.runtimes.engine import Engine
+from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.runtimes.ort_sessions import Provider, providers_of
+from fatdeploy.runtimes.trt import TrtEngine
+
+# Targets that have plans, and the package that runs them; the others are onnxruntime's.
+PLANNED: dict[Target, Flavour] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt-rtx"}
+
+
+def has_plans(bundle: Bundle) -> bool:
+    """Whether TensorRT runs a bundle, and not onnxruntime."""
+    return bundle.manifest.target in PLANNED
+
+
+def opened_engine(
+    bundle: Bundle,
+    *,
+    threads: int | None = None,
+    spinning: bool = True,
+    providers: Sequence[Provider] | None = None,
+    cuda_graphs: bool = True,
+    device: Callable[[Flavour], Device] = opened_device,
+) -> Engine[Any]:
+    """Return the engine that a bundle was exported for; an option that it has no use for is refused."""
+    flavour = PLANNED.get(bundle.manifest.target)
+    if flavour is None:
+        _check_unused(bundle, {"cuda_graphs": cuda_graphs is not True})
+        return OrtEngine(bundle, threads=threads, spinning=spinning, providers=providers_of(bundle, providers))
+    _check_unused(
+        bundle,
+        {"threads": threads is not None, "spinning": spinning is not True, "providers": bool(providers)},
+    )
+    return TrtEngine(bundle, device(flavour), capture=cuda_graphs)
+
+
+def _check_unused(bundle: Bundle, given: dict[str, bool]) -> None:
+    named = [name for name, was_given in given.items() if was_given]
+    if named:
+        raise ConfigError(
+            f"{bundle.path} is for {bundle.manifest.target}, which has no use for {', '.join(named)}: leave it out"
+        )

@@ -1,0 +1,75 @@
+"""One shape of call of a plan: bound once, run as it is at first, recorded when it is run again, then replayed."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from numpy.typing import NDArray
+
+from fatdeploy.runtimes.device import Bytes, Context, Device, Graph
+from fatdeploy.runtimes.trt_layout import HostArrays
+from fatdeploy.spec import TensorSpec
+
+
+@dataclass
+class Results:
+    """What a call copies back to the host, and the recordings of calls that do so: one for each role of the state."""
+
+    arrays: dict[str, NDArray[Any]]
+    copies: list[tuple[Bytes, int]]
+    graphs: dict[int, Graph] = field(default_factory=dict)
+
+
+class Call:
+    """Contexts of one plan for one shape, one for each role of the state; what they read and write stays in place."""
+
+    def __init__(
+        self, device: Device, contexts: Sequence[Context], inputs: HostArrays, address: int, *, capture: bool
+    ) -> None:
+        self._device, self._contexts, self._inputs, self._address = device, contexts, inputs, address
+        self._capture = capture
+        self._ran = [False] * len(contexts)
+        self._results: dict[Hashable, Results] = {}
+        self.places: dict[str, int] = {}  # of what only this call writes
+        self.n_bytes = 0  # of all of them
+        self.closing: list[Any] = []  # what else goes with it
+
+    @property
+    def inputs(self) -> dict[str, NDArray[Any]]:
+        """What the next run reads, to be written to."""
+        return self._inputs.arrays
+
+    def results(self, key: Hashable, wanted: Sequence[tuple[TensorSpec, int]], sizes: Mapping[str, int]) -> Results:
+        """Return host arrays for tensors at some addresses, made when they are asked for first."""
+        if key not in self._results:
+            host = HostArrays(self._device, [one for one, _ in wanted], sizes)
+            copies = [(host.bytes_of(one.name), address) for one, address in wanted]
+            self._results[key] = Results(host.arrays, copies)
+        return self._results[key]
+
+    def run(self, role: int, results: Results) -> None:
+        """Ask for one run: inputs to the device, the plan, results to the host."""
+        graph = results.graphs.get(role)
+        if graph is None and self._capture and self._ran[role]:
+            # Not the first time: TensorRT settles what depends on shapes in a run that is not recorded.
+            graph = results.graphs[role] = self._device.captured(lambda: self._work(role, results))
+        if graph is not None:
+            graph.launch()
+            return
+        self._work(role, results)
+        self._ran[role] = True
+
+    def _work(self, role: int, results: Results) -> None:
+        self._device.upload(self._address, self._inputs.buffer)
+        self._contexts[role].execute()
+        for host, address in results.copies:
+            self._device.download(host, address)
+
+    def close(self) -> None:
+        """Give recordings, contexts and memory back."""
+        for results in self._results.values():
+            for graph in results.graphs.values():
+                graph.close()
+        for one in (*self._contexts, *self.closing):
+            one.close()
+        self._results, self._contexts, self.closing = {}, (), []
