@@ -62,6 +62,7 @@ class Turn:
     settings: tuple[Setting, ...]
     repetitions: int
     decoder_bytes: int
+    cuda_graphs: bool = True  # of engines that record their steps
     thorough: bool  # also every row alone and one batch twice, which takes long and need not be done in every round
 
 
@@ -74,6 +75,7 @@ class Plan:
     asked: Asked
     decoder_bytes: int  # of the weights that a step reads
     notes: tuple[str, ...]
+    cuda_graphs: bool = True  # of engines that record their steps
 
     @property
     def parallel(self) -> bool:
@@ -96,6 +98,7 @@ class Plan:
             settings=self.settings,
             repetitions=self.asked.repetitions_of(index),
             decoder_bytes=self.decoder_bytes,
+            cuda_graphs=self.cuda_graphs,
             thorough=index == 0,
         )
 
@@ -105,7 +108,18 @@ def plans_for(bundles: "dict[str, Bundle]", asked: Asked) -> list[Plan]:
     reasons = [reason for label, bundle in bundles.items() for reason in _wrong(label, bundle, asked)]
     if reasons:
         raise ConfigError(in_one_line("bench refused", reasons))
-    return [_plan(label, bundle, asked) for label, bundle in bundles.items()]
+    return [plan for label, bundle in bundles.items() for plan in _by_capture(_plan(label, bundle, asked))]
+
+
+def _by_capture(plan: Plan) -> Iterator[Plan]:
+    """Yield a plan, or two of a bundle whose engine can record steps: with and without, under names of their own."""
+    from fatdeploy.runtimes.gpus import CAPTURING
+
+    if plan.bundle.manifest.target not in CAPTURING:
+        yield plan
+        return
+    yield replace(plan, label=f"{plan.label}, steps recorded")
+    yield replace(plan, label=f"{plan.label}, steps not recorded", notes=(), cuda_graphs=False)
 
 
 def fitting_threads(asked: Asked, cores: int) -> Asked:
@@ -151,8 +165,12 @@ def _wrong(label: str, bundle: "Bundle", asked: Asked) -> Iterator[str]:
 def _plan(label: str, bundle: "Bundle", asked: Asked) -> Plan:
     """Return the plan of a bundle; what nobody typed is lowered to what it takes, and told."""
     from fatdeploy.bundle import DECODER
+    from fatdeploy.runtimes.gpus import GPU_TARGETS
 
     notes = []
+    if bundle.manifest.target in GPU_TARGETS and len(asked.threads) > 1:
+        notes.append(f"{label}: --threads {_listed(asked.threads)} lowered to {asked.threads[0]} (it is for a GPU)")
+        asked = replace(asked, threads=asked.threads[:1])
     for limit in _limits(bundle):
         given = _given(asked, limit.option)
         fitting = tuple(dict.fromkeys(min(value, limit.most) for value in given))

@@ -15,6 +15,7 @@ from fatdeploy.runtimes.bench_run import Results
 FORMAT = 1
 WARM_UP = 1  # decodes of each setting before any is timed, in every process
 PERCENTILES = (50, 95, 99)
+PER_TOKEN = ("per_token", "per_token_device")  # many: their percentiles are told, and positions
 Milliseconds = NDArray[np.float64]
 TurnResult = dict[str, Any]
 
@@ -22,12 +23,13 @@ TurnResult = dict[str, Any]
 def report_of(plans: Sequence[Plan], results: Results, asked: Asked) -> dict[str, Any]:
     """Return everything that was measured as JSON values."""
     machine = this_machine()
-    runtime = next(iter(results.values()))[0]["onnxruntime"]
+    runtimes = [turn["onnxruntime"] for turns in results.values() for turn in turns if turn["onnxruntime"] is not None]
+    versions = {"fatdeploy": VERSION, "numpy": np.__version__, **({"onnxruntime": runtimes[0]} if runtimes else {})}
     return {
         "format": FORMAT,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine.as_dict(),
-        "versions": {"fatdeploy": VERSION, "numpy": np.__version__, "onnxruntime": runtime},
+        "versions": versions,
         "settings": {
             **{name: getattr(asked, name) for name in ("batch", "source", "target", "beams", "threads", "spinning")},
             "repetitions": asked.repetitions,
@@ -37,7 +39,7 @@ def report_of(plans: Sequence[Plan], results: Results, asked: Asked) -> dict[str
         "notes": [note for plan in plans for note in plan.notes],
         "bundles": [_bundle(plan, results[number, plan.asked.threads[0]]) for number, plan in enumerate(plans)],
         "rows": [
-            {**row, "device": device_of(machine)}
+            {**row, "device": results[number, threads][-1].get("device") or device_of(machine)}
             for number, plan in enumerate(plans)
             for threads in plan.asked.threads
             for row in rows_of(plan, threads, results[number, threads])
@@ -53,12 +55,13 @@ def device_of(machine: Machine) -> dict[str, Any]:
 def rows_of(plan: Plan, threads: int, turns: Sequence[TurnResult]) -> list[dict[str, Any]]:
     """Return a row for each setting of a bundle with so many threads."""
     loads = _milliseconds([turn["load"] for turn in turns])
-    bandwidth = max(turn["bandwidth"] for turn in turns)
+    bandwidths = [turn["bandwidth"] for turn in turns if turn["bandwidth"] is not None]
     shared = {"bundle": plan.label, "digest": plan.bundle.digest, "threads": threads}
     rows = []
     for index, setting in enumerate(plan.settings):
         row = _row(plan, setting, [turn["settings"][index] for turn in turns], loads)
-        floor = None if plan.parallel else _floor(plan.decoder_bytes, bandwidth, row["phases"])
+        told = not plan.parallel and bool(bandwidths)
+        floor = _floor(plan.decoder_bytes, max(bandwidths), row["phases"]) if told else None
         rows.append({**shared, **row, "fidelity": _least(turns), "floor": floor})
     return rows
 
@@ -69,6 +72,9 @@ def _row(plan: Plan, setting: Setting, found: Sequence[TurnResult], loads: Milli
     samples = {"load": loads, "encode": _milliseconds([one["encode"] for one in times])}
     if not plan.parallel:  # all tokens are said at once: none is the first
         samples |= {"first_token": steps[:, 0], "per_token": steps[:, 1:].ravel()}
+        if all(one.get("device_steps") for one in times):
+            device = _milliseconds([one["device_steps"] for one in times])
+            samples |= {"first_token_device": device[:, 0], "per_token_device": device[:, 1:].ravel()}
     samples["end_to_end"] = _milliseconds([one["end_to_end"] for one in times])
     phases = {name: summary(ms) for name, ms in samples.items() if ms.size}
     peaks = [turn["peak_bytes"] for turn in found if turn["peak_bytes"] is not None]
@@ -86,7 +92,7 @@ def _row(plan: Plan, setting: Setting, found: Sequence[TurnResult], loads: Milli
         "positions_ms": None
         if plan.parallel
         else {"min": _rounded(steps.min(0)), "p50": _rounded(np.median(steps, 0))},
-        "samples_ms": {name: _rounded(ms) for name, ms in samples.items() if name != "per_token"},
+        "samples_ms": {name: _rounded(ms) for name, ms in samples.items() if name not in PER_TOKEN},
     }
 
 

@@ -11,6 +11,8 @@ PHASE_NAMES = {
     "encode": "encode",
     "first_token": "first token",
     "per_token": "per token",
+    "first_token_device": "first token, device",
+    "per_token_device": "per token, device",
     "end_to_end": "end to end",
 }
 TIMES = ("p50_ms", "p95_ms", "p99_ms", "min_ms")
@@ -57,7 +59,28 @@ def where_line(report: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in sorted(report["versions"].items()))
     times = f"{counted(settings['repetitions'], 'repetition')} in {counted(settings['rounds'], 'round')}"
     cpu = machine["cpu"] or "an unknown CPU"
-    return f"Measured on {cpu}, {counted(machine['cores'], 'core')}, {versions}; {times} after a warm-up."
+    where = "".join(f"{line}, " for line in dict.fromkeys(map(device_line, report["rows"])) if line)
+    return f"Measured on {where}{cpu}, {counted(machine['cores'], 'core')}, {versions}; {times} after a warm-up."
+
+
+def device_line(row: dict[str, Any]) -> str:
+    """Return the GPU of a row in words, with what of its clocks is known; empty of a CPU."""
+    device = row["device"]
+    if device["kind"] == "cpu":
+        return ""
+    name = device["name"] or "a GPU of unknown name"
+    if device["clocks"] is None:
+        return f"{name} ({device['absent']})"
+    known = [one for one in device["clocks"] if one["name"] == device["name"]] or list(device["clocks"])
+    told = {"driver": "driver", "sm_clock_mhz": "MHz", "power_limit_w": "W limit"}
+    facts = [_fact(known[0].get(field), unit) for field, unit in told.items()]
+    return f"{name} ({', '.join(facts)})"
+
+
+def _fact(value: Any, unit: str) -> str:
+    if value is None:
+        return f"{unit} unknown"
+    return f"{unit} {value}" if isinstance(value, str) else f"{value:.0f} {unit}"
 
 
 def percent(share: float) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,33 @@ class Times:
     encode: float
     steps: tuple[float, ...]
     end_to_end: float
+    device_steps: tuple[float, ...] | None = None  # what the device itself says of each step, where it has a clock
+
+
+class Stopwatch(Protocol):
+    """A clock that runs with a device's work: CUDA events."""
+
+    def mark(self) -> None:
+        """Put a mark behind all that was asked of the device so far; nothing waits for it."""
+        ...
+
+    def seconds(self) -> list[float]:
+        """Return the seconds from each mark to the next, when the last has passed, and forget them all."""
+        ...
+
+
+@runtime_checkable
+class Clocked(Protocol):
+    """What an engine offers, beside its verbs, whose device has a clock."""
+
+    def stopwatch(self) -> Stopwatch:
+        """Return a clock for the calls of this thread."""
+        ...
+
+
+def stopwatch_of(engine: Engine[Any]) -> Stopwatch | None:
+    """Return the clock of an engine's device, where it offers one."""
+    return engine.stopwatch() if isinstance(engine, Clocked) else None
 
 
 class Endless:
@@ -43,21 +70,30 @@ class Endless:
 
 
 def timed_decode(
-    engine: Engine[Any], sources: Sequence[NDArray[np.int64]], options: DecodeOptions
+    engine: Engine[Any],
+    sources: Sequence[NDArray[np.int64]],
+    options: DecodeOptions,
+    stopwatch: Stopwatch | None = None,
 ) -> tuple[Times, list[tuple[int, ...]]]:
     """Return the times of a decode, and each source's tokens."""
     clock = time.perf_counter
+    mark = None if stopwatch is None else stopwatch.mark
     marks = [clock()]
     with Decoding(engine, sources, options) as decoding:
         marks.append(clock())
+        if mark is not None:
+            mark()
         goes_on = True
         while goes_on:
             goes_on = decoding.advance()
             marks.append(clock())
+            if mark is not None:
+                mark()
         found = decoding.found()
     ended = clock()
     seconds = np.diff(marks).tolist()
-    return Times(seconds[0], tuple(seconds[1:]), ended - marks[0]), [one.tokens for one in found]
+    device = None if stopwatch is None else tuple(stopwatch.seconds())
+    return Times(seconds[0], tuple(seconds[1:]), ended - marks[0], device), [one.tokens for one in found]
 
 
 def random_sources(spec: ModelSpec, count: int, length: int) -> list[NDArray[np.int64]]:

@@ -22,12 +22,14 @@ from fatdeploy.runtimes.bench_timing import (
     peak_bytes,
     random_sources,
     read_bandwidth,
+    stopwatch_of,
     timed_decode,
 )
 from fatdeploy.runtimes.engine import Engine
 from fatdeploy.runtimes.engines import has_plans, opened_engine
 from fatdeploy.runtimes.fidelity import Fidelity, token_fidelity
 from fatdeploy.runtimes.gate import forced_fidelity, read_material
+from fatdeploy.runtimes.gpus import GPU_TARGETS, gpus_here
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort_sessions import onnxruntime_module
 from fatdeploy.runtimes.verify import Parity, read_probes, verified
@@ -50,8 +52,7 @@ def taken(turn: Turn, tick: Callable[[], None] = lambda: None) -> dict[str, Any]
     runtime = None if planned else onnxruntime_module().__version__
     started = time.perf_counter()
     bundle = read_bundle(turn.bundle)
-    # TensorRT has no threads of its own to speak of.
-    engine = opened_engine(bundle) if planned else opened_engine(bundle, threads=turn.threads, spinning=turn.spinning)
+    engine = opened_for(turn, bundle)
     load = time.perf_counter() - started
     said, peaks = {}, {}
     for setting in turn.settings:  # also the warm-up
@@ -64,13 +65,17 @@ def taken(turn: Turn, tick: Callable[[], None] = lambda: None) -> dict[str, Any]
         for setting in turn.settings:
             times[setting].append(_timed_again(engine, turn, setting, said[setting]))
         tick()
+    # While the clocks are those of work, and not of waiting.
+    device = gpus_here().as_dict() if bundle.manifest.target in GPU_TARGETS else None
     engine.close()  # its threads would read beside ours
     return {
         "load": load,
         "fidelity": checked.fidelity.as_dict(),
         "parity": None if checked.parity is None else checked.parity.as_dict(),
         "onnxruntime": runtime,
-        "bandwidth": read_bandwidth(turn.decoder_bytes, turn.threads),
+        "device": device,
+        # Of the host's memory: a device reads its weights from its own.
+        "bandwidth": read_bandwidth(turn.decoder_bytes, turn.threads) if device is None else None,
         "settings": [
             {
                 **asdict(setting),
@@ -81,6 +86,13 @@ def taken(turn: Turn, tick: Callable[[], None] = lambda: None) -> dict[str, Any]
             for setting in turn.settings
         ],
     }
+
+
+def opened_for(turn: Turn, bundle: Bundle) -> Engine[Any]:
+    """Return the engine of a turn: TensorRT has no threads of its own, and records steps if it is to."""
+    if has_plans(bundle):
+        return opened_engine(bundle, cuda_graphs=turn.cuda_graphs)
+    return opened_engine(bundle, threads=turn.threads, spinning=turn.spinning)
 
 
 def check(bundle: Bundle, engine: Engine[Any], *, thorough: bool) -> Checked:
@@ -109,7 +121,7 @@ def _timed_again(engine: Engine[Any], turn: Turn, setting: Setting, expected: Sa
 def _decode(engine: Engine[Any], turn: Turn, setting: Setting) -> tuple[Times, Said]:
     sources = random_sources(engine.spec, setting.batch, turn.source)
     options = DecodeOptions(max_new_tokens=turn.target, num_beams=setting.beams)
-    return timed_decode(Endless(engine), sources, options)
+    return timed_decode(Endless(engine), sources, options, stopwatch_of(engine))
 
 
 def turn_from_json(text: str) -> Turn:
