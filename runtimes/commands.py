@@ -15,6 +15,7 @@ from fatdeploy.machine import Machine
 from fatdeploy.runtimes.command_options import EngineArguments, engine_options
 from fatdeploy.runtimes.cuda_devices import Cuda
 from fatdeploy.runtimes.doctor import Part, Problem, Report, State, examine
+from fatdeploy.runtimes.gpu_targets import ability_line
 from fatdeploy.tables import aligned
 
 if TYPE_CHECKING:
@@ -208,7 +209,8 @@ def report_lines(report: Report) -> Iterator[str]:
     """Yield the report as sections for a human, the problems last."""
     yield from ["Machine", *aligned(machine_rows(report.machine), indent=2), ""]
     yield from ["Packages", *aligned((part_row(part) for part in report.parts), indent=2), ""]
-    yield from ["CUDA", *aligned(cuda_rows(report.cuda), indent=2)]
+    yield from ["CUDA", *aligned(cuda_rows(report.cuda), indent=2), ""]
+    yield from ["GPU targets", *aligned(map(ability_line, report.targets), indent=2)]
     if report.problems:
         yield from ["", "Problems", *problem_lines(report.problems)]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from fatdeploy.machine import Machine, this_machine
 from fatdeploy.runtimes.cuda_devices import Cuda, cuda_here
+from fatdeploy.runtimes.gpu_targets import Ability, abilities
 from fatdeploy.runtimes.packages import (
     ALTERNATIVES,
     CONFLICT,
@@ -73,6 +74,7 @@ class Report:
     machine: Machine
     parts: tuple[Part, ...]
     cuda: Cuda
+    targets: tuple[Ability, ...]
     problems: tuple[Problem, ...]
 
     @property
@@ -80,7 +82,7 @@ class Report:
         return all(problem.kind is Kind.LIMIT for problem in self.problems)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"healthy": self.healthy, **asdict(self)}
+        return {"healthy": self.healthy, **asdict(self), "targets": [one.as_dict() for one in self.targets]}
 
 
 class BrokenInstallError(Exception):
@@ -92,7 +94,8 @@ def examine() -> Report:
     cuda = cuda_here()
     versions = installed_versions()
     parts = tuple(part_from_package(package, versions, cuda) for package in PACKAGES)
-    return Report(this_machine(), parts, cuda, tuple(problems_of({part.name: part for part in parts}, cuda)))
+    targets = abilities({part.name for part in parts if part.state is State.PRESENT}, cuda)
+    return Report(this_machine(), parts, cuda, targets, tuple(problems_of({part.name: part for part in parts}, cuda)))
 
 
 def part_from_package(package: Package, versions: Mapping[str, str], cuda: Cuda) -> Part:

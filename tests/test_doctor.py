@@ -283,7 +283,7 @@ def test_a_human_sees_versions_commands_and_devices(environment: Environment, co
     environment.variables["LD_LIBRARY_PATH"] = str(compiled().parent)
     ran = environment.run()
     sections = ran.stdout.split("\n\n")
-    assert [section.splitlines()[0] for section in sections] == ["Machine", "Packages", "CUDA"]
+    assert [section.splitlines()[0] for section in sections] == ["Machine", "Packages", "CUDA", "GPU targets"]
     packages = [" ".join(line.split()) for line in sections[1].splitlines()[1:]]
     assert packages[0] == "onnxruntime 1.2.3 run bundles on the CPU CPUExecutionProvider"
     assert packages[5] == "tokenizers missing text in and out pip install 'fatdeploy[text]'"
@@ -293,7 +293,52 @@ def test_a_human_sees_versions_commands_and_devices(environment: Environment, co
         "  device 0  Orin, compute capability 8.7, 8.0 GB",
         "  device 1  NVIDIA GeForce RTX 4090, compute capability 8.9, 25.8 GB",
     ]
+    assert [" ".join(line.split()) for line in sections[3].splitlines()[1:]] == [
+        "ort-cuda run missing: onnxruntime-gpu",
+        "tensorrt build engines works here, as far as can be seen without doing it",
+        "tensorrt run missing: cuda-python",
+        "tensorrt-rtx build engines missing: tensorrt-rtx",
+        "tensorrt-rtx run missing: tensorrt-rtx, cuda-python",
+    ]
     assert ran.returncode == 0
+
+
+def missing_of(report: dict[str, Any]) -> dict[tuple[str, str], list[str]]:
+    assert all(one["works"] == (not one["missing"]) for one in report["targets"])
+    return {(one["target"], one["work"]): one["missing"] for one in report["targets"]}
+
+
+def test_without_a_gpu_rtx_engines_can_be_compiled_and_everything_else_says_what_is_missing(
+    environment: Environment,
+) -> None:
+    device = "a CUDA device"
+    assert missing_of(environment.report()) == {
+        ("ort-cuda", "run"): ["onnxruntime-gpu", device],
+        ("tensorrt", "build engines"): ["tensorrt", device],
+        ("tensorrt", "run"): ["tensorrt", "cuda-python", device],
+        ("tensorrt-rtx", "build engines"): ["tensorrt-rtx"],
+        ("tensorrt-rtx", "run"): ["tensorrt-rtx", "cuda-python", device],
+    }
+    environment.install("tensorrt-rtx", "tensorrt_rtx")
+    environment.install("cuda-python", "cuda/bindings")
+    found = missing_of(environment.report())
+    assert found["tensorrt-rtx", "build engines"] == []
+    assert found["tensorrt-rtx", "run"] == [device]
+
+
+def test_with_a_gpu_and_its_packages_every_target_works_and_a_broken_package_is_missing(
+    environment: Environment, compiled: Compile
+) -> None:
+    environment.variables["LD_LIBRARY_PATH"] = str(compiled().parent)
+    environment.install("onnxruntime-gpu", "onnxruntime", GPU)
+    environment.install("tensorrt", "tensorrt")
+    environment.install("tensorrt-rtx", "tensorrt_rtx")
+    environment.install("cuda-python", "cuda/bindings")
+    assert set(map(tuple, missing_of(environment.report()).values())) == {()}
+    shutil.rmtree(environment.folder / "tensorrt")
+    found = missing_of(environment.report())
+    assert found["tensorrt", "build engines"] == found["tensorrt", "run"] == ["tensorrt"]
+    assert found["tensorrt-rtx", "run"] == []
 
 
 def test_a_driver_that_does_not_work_is_a_problem(environment: Environment, compiled: Compile) -> None:
