@@ -6,7 +6,11 @@ BIN := $(VENV)/bin
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 TEST_ARGS ?= -n auto --dist worksteal
 
-.PHONY: demo test lint types pytest format bench clean
+# Apart from the other: onnxruntime-gpu takes the place of onnxruntime, which the exporter brings.
+GPU_VENV := .venv-gpu
+GPU_ARGS ?=
+
+.PHONY: demo test lint types pytest format bench test-gpu clean
 
 demo: $(VENV)/.export
 	$(BIN)/fatdeploy demo --bundle build/g2p.bundle
@@ -44,8 +48,17 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.g2p
 	$(BIN)/python -m benchmarks.readme
 
+# On a machine with an NVIDIA GPU: every test that needs one and a benchmark of each GPU target, in gpu-report.json.
+test-gpu:
+	@$(PYTHON) -P benchmarks/gpu_here.py
+	test -x $(GPU_VENV)/bin/python || $(PYTHON) -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,tensorrt,rtx]'
+	$(GPU_VENV)/bin/pip uninstall --quiet --yes onnxruntime onnxruntime-gpu
+	$(GPU_VENV)/bin/pip install --quiet --disable-pip-version-check -e '.[cuda]'
+	$(TEST_ENV) $(GPU_VENV)/bin/python -m benchmarks.gpu_acceptance $(GPU_ARGS)
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(GPU_VENV) build dist *.egg-info
 
 $(VENV)/.export $(VENV)/.dev: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -49,6 +49,7 @@ from fatdeploy.export.trace import traced_decoder, traced_encoder
 from fatdeploy.folders import replaced_folder
 from fatdeploy.runtimes.engine import Want
 from fatdeploy.runtimes.gate import write_material
+from fatdeploy.runtimes.ort_sessions import onnxruntime_module
 from fatdeploy.runtimes.text import tokenizer_from_file
 from fatdeploy.runtimes.verify import write_probes
 from fatdeploy.spec import ModelSpec, TensorSpec
@@ -57,7 +58,7 @@ log = logging.getLogger("fatdeploy")
 
 # Shapes on which a simplified graph must give the traced one's numbers: batch, rows a source, source, step, capacity.
 SAMPLES = ((1, 1, 1, 1, 4), (2, 3, 5, 4, 9), (3, 1, 9, 2, 12))
-RECORDED = ("fatdeploy", "torch", "onnx", "onnxscript", "onnxsim", "onnxruntime", "numpy")
+RECORDED = ("fatdeploy", "torch", "onnx", "onnxscript", "onnxsim", "numpy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +268,8 @@ def _written_graphs(
 
 
 def _manifest(model: Flat, origin: Origin, dialect: Dialect) -> Manifest:
-    versions = {package: version(package) for package in RECORDED}
+    # Of the module and not the package: on a machine with a GPU another one brings it.
+    versions = {package: version(package) for package in RECORDED} | {"onnxruntime": onnxruntime_module().__version__}
     return Manifest(
         spec=model.spec,
         target=target_of(None, dialect),

@@ -1,0 +1,27 @@
+"""Ends with exit code 1 and a line where there is no CUDA device, before anything is installed for one."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+DEVICES = Path(__file__).parent.parent / "runtimes" / "cuda_devices.py"
+NEXT = "run it on a machine with an NVIDIA GPU and its driver; what this one can do: fatdeploy doctor"
+
+
+def reason_against(library: str | None = None) -> str | None:
+    """Return why there is no GPU to test; None where there is one. Only the standard library is needed."""
+    spec = importlib.util.spec_from_file_location("cuda_devices", DEVICES)
+    if spec is None or spec.loader is None:
+        return f"{DEVICES} is gone"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there for their own types
+    spec.loader.exec_module(module)
+    found = module.cuda_here() if library is None else module.cuda_here(library)
+    return None if found.devices else str(found.reason)
+
+
+if __name__ == "__main__":
+    reason = reason_against()
+    if reason is not None:
+        print(f"error: no GPU to test: {reason}; {NEXT}", file=sys.stderr)
+        raise SystemExit(1)
