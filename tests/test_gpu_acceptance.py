@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import gpu_acceptance, gpu_here
-from benchmarks.gpu_acceptance import MEASURED, SOURCES, Ran, accepted, main, gpu_tests, write_report
+from benchmarks.gpu_acceptance import MEASURED, SOURCES, Ran, accepted, gpu_tests, main, write_report
 from fatdeploy.errors import ConfigError
 from fatdeploy.runtimes.cuda_devices import Cuda, CudaDevice, cuda_here
 from fatdeploy.runtimes.doctor import examine
