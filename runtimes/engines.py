@@ -1,13 +1,12 @@
 """Which engine runs a bundle: its target says so, here and nowhere else."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fatdeploy.bundle import Bundle, Target
 from fatdeploy.errors import ConfigError
 from fatdeploy.plans import Flavour
 from fatdeploy.runtimes.cuda_device import opened_device
-from fatdeploy.runtimes.device import Device
 from fatdeploy.runtimes.engine import Engine
 from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.runtimes.ort_sessions import Provider, providers_of
@@ -29,7 +28,6 @@ def opened_engine(
     spinning: bool = True,
     providers: Sequence[Provider] | None = None,
     cuda_graphs: bool = True,
-    device: Callable[[Flavour], Device] = opened_device,
 ) -> Engine[Any]:
     """Return the engine that a bundle was exported for; an option that it has no use for is refused."""
     flavour = PLANNED.get(bundle.manifest.target)
@@ -40,7 +38,7 @@ def opened_engine(
         bundle,
         {"threads": threads is not None, "spinning": spinning is not True, "providers": bool(providers)},
     )
-    return TrtEngine(bundle, device(flavour), capture=cuda_graphs)
+    return TrtEngine(bundle, opened_device(flavour), capture=cuda_graphs)
 
 
 def _check_unused(bundle: Bundle, given: dict[str, bool]) -> None:

@@ -1,6 +1,7 @@
 """A GPU for tests: memory that is counted, checks as TensorRT makes them, recordings, and plans run by onnxruntime."""
 
 import bisect
+import shutil
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,11 +37,11 @@ def wide(spec: ModelSpec) -> tuple[Profile, ...]:
 
 
 def with_plans(bundle: Bundle, folder: Path, profiles: tuple[Profile, ...] | None = None, here: Here = HERE) -> Bundle:
-    """Write a copy of a bundle that has plans for a device; its files are links to the same bytes."""
+    """Write a copy of a bundle that has plans for a device."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in bundle.manifest.files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).hardlink_to(bundle.file(name))
+        shutil.copyfile(bundle.file(name), folder / name)
     parts: tuple[Part, Part] = ("encoder", "decoder")
     records = []
     for part in parts:
@@ -79,6 +80,7 @@ class CpuDevice:
         self.here = here
         self.bundle = bundle
         self.fail_at: int | None = None
+        self.limit: int | None = None  # bytes that there are
         self.fail_execution = False
         self.memory: dict[int, np.ndarray] = {}
         self.n_allocated = self.n_pinned = self.pinned_now = self.n_captured = self.n_launched = 0
@@ -115,6 +117,9 @@ class CpuDevice:
             self.fail_at -= 1
             if self.fail_at < 0:
                 raise OutOfDeviceMemory(f"the device has no {n_bytes} bytes left")
+        used = sum(map(len, self.memory.values()))
+        if self.limit is not None and used + n_bytes > self.limit:
+            raise OutOfDeviceMemory(f"the device has no {n_bytes} bytes left")
         address = self._next
         self._next += -(-n_bytes // ALIGNMENT) * ALIGNMENT + GAP
         # What fresh memory holds is not zero.

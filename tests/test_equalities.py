@@ -4,24 +4,20 @@ import numpy as np
 import pytest
 
 from fatdeploy.bundle import PROBES
-from fatdeploy.export.eager import EagerEngine
 from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.engine import Engine
 from fatdeploy.runtimes.hypothesis import Hypothesis
 from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.runtimes.verify import read_probes
-from tests.bundles import bundle_of, model_of
+from tests.bundles import bundle_of
+from tests.engines import Kind, engine_of
 
 PRESETS = ["transformer-tiny", "fast-tiny", "at-tiny", "fat-tiny"]
-ENGINES = ["eager", "ort"]
+# Graphs on onnxruntime, and plans on the test device.
+GRAPHS = ["ort", "trt"]
+ENGINES = ["eager", *GRAPHS]
 
 BEAMS = DecodeOptions(num_beams=4, num_return_sequences=4, max_new_tokens=24, length_penalty=0.8)
 SAMPLES = DecodeOptions(sample=True, num_return_sequences=2, max_new_tokens=24, top_k=4, seed=5)
-
-
-def engine_of(kind: str, preset: str) -> Engine:
-    return EagerEngine(model_of(preset)) if kind == "eager" else OrtEngine(bundle_of(preset), threads=1)
 
 
 def sources_of(preset: str) -> list[list[int]]:
@@ -46,11 +42,12 @@ def assert_alike(found: list[Hypothesis], expected: list[Hypothesis]) -> None:
         )
 
 
+@pytest.mark.parametrize("kind", GRAPHS)
 @pytest.mark.parametrize("preset", PRESETS)
-def test_beams_on_graphs_are_the_references_and_each_row_is_as_it_is_alone(preset: str) -> None:
+def test_beams_on_graphs_are_the_references_and_each_row_is_as_it_is_alone(preset: str, kind: Kind) -> None:
     sources = sources_of(preset)
-    expected = decode(engine_of("eager", preset), sources, BEAMS)
-    engine = engine_of("ort", preset)
+    expected = decode(engine_of(preset, "eager"), sources, BEAMS)
+    engine = engine_of(preset, kind)
     assert_alike(decode(engine, sources, BEAMS), expected)
     alone = [decode(engine, [source], BEAMS)[0] for source in sources]
     assert_alike(alone, expected)
@@ -62,8 +59,8 @@ def test_beams_on_graphs_are_the_references_and_each_row_is_as_it_is_alone(prese
 
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("preset", PRESETS)
-def test_searches_agree_with_each_other(preset: str, kind: str) -> None:
-    engine, sources = engine_of(kind, preset), sources_of(preset)[:5]
+def test_searches_agree_with_each_other(preset: str, kind: Kind) -> None:
+    engine, sources = engine_of(preset, kind), sources_of(preset)[:5]
     limit = 20
     greedy = tokens_of(decode(engine, sources, DecodeOptions(max_new_tokens=limit)))
     assert tokens_of(decode(engine, sources, DecodeOptions(num_beams=1, max_new_tokens=limit, scores=True))) == greedy
@@ -78,11 +75,12 @@ def test_searches_agree_with_each_other(preset: str, kind: str) -> None:
         assert decode(engine, [source], rest)[0].tokens == tokens
 
 
+@pytest.mark.parametrize("kind", GRAPHS)
 @pytest.mark.parametrize("preset", PRESETS)
-def test_samples_are_the_same_on_every_engine_and_in_every_batch(preset: str) -> None:
+def test_samples_are_the_same_on_every_engine_and_in_every_batch(preset: str, kind: Kind) -> None:
     sources = sources_of(preset)[:5]
-    expected = tokens_of(decode(engine_of("eager", preset), sources, SAMPLES))
-    engine = engine_of("ort", preset)
+    expected = tokens_of(decode(engine_of(preset, "eager"), sources, SAMPLES))
+    engine = engine_of(preset, kind)
     assert tokens_of(decode(engine, sources, SAMPLES)) == expected
     assert [tokens_of(decode(engine, [source], SAMPLES))[0] for source in sources] == expected
     assert any(one[0] != one[1] for one in expected)
@@ -91,18 +89,19 @@ def test_samples_are_the_same_on_every_engine_and_in_every_batch(preset: str) ->
 def test_a_standard_graph_finds_the_same_beams() -> None:
     preset = "fat-tiny"
     sources = sources_of(preset)
-    expected = decode(engine_of("eager", preset), sources, BEAMS)
-    assert_alike(decode(OrtEngine(bundle_of(preset, "standard"), threads=1), sources, BEAMS), expected)
+    expected = decode(engine_of(preset, "eager"), sources, BEAMS)
+    assert_alike(decode(engine_of(preset, "standard"), sources, BEAMS), expected)
 
 
-def test_controls_change_graphs_and_reference_alike() -> None:
+@pytest.mark.parametrize("kind", GRAPHS)
+def test_controls_change_graphs_and_reference_alike(kind: Kind) -> None:
     preset = "transformer-tiny"
     sources = sources_of(preset)
     options = DecodeOptions(
         num_beams=3, repetition_penalty=1.2, no_repeat_ngram_size=3, min_new_tokens=5, max_new_tokens=24, prefix=[9]
     )
-    expected = decode(engine_of("eager", preset), sources, options)
-    assert_alike(decode(engine_of("ort", preset), sources, options), expected)
+    expected = decode(engine_of(preset, "eager"), sources, options)
+    assert_alike(decode(engine_of(preset, kind), sources, options), expected)
     for one in expected:
         windows = np.lib.stride_tricks.sliding_window_view(np.array(one.tokens), 3).tolist()
         assert len(windows) == len({tuple(window) for window in windows})

@@ -23,9 +23,11 @@ from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort import OrtEngine
 from tests.bundles import bundle_of, model_of
 from tests.choices import AUTOREGRESSIVE, tiny
+from tests.engines import Kind, engine_of
 
 LENGTHS = (1, 2, 7, 31, 256)
 EVERY = [(f"{preset}-tiny", dialect) for preset in PRESETS for dialect in ("ort", "standard")]
+ENGINES = [*EVERY, *((f"{preset}-tiny", "trt") for preset in PRESETS)]
 
 
 def sources(vocabulary: int) -> list[list[int]]:
@@ -33,9 +35,9 @@ def sources(vocabulary: int) -> list[list[int]]:
     return [draw.integers(3, vocabulary, length).tolist() for length in LENGTHS]
 
 
-@pytest.mark.parametrize(("preset", "dialect"), EVERY)
-def test_every_preset_gives_the_references_tokens_in_a_batch_alone_and_again(preset: str, dialect: str) -> None:
-    engine, reference = OrtEngine(bundle_of(preset, dialect)), EagerEngine(model_of(preset))
+@pytest.mark.parametrize(("preset", "kind"), ENGINES)
+def test_every_preset_gives_the_references_tokens_in_a_batch_alone_and_again(preset: str, kind: Kind) -> None:
+    engine, reference = engine_of(preset, kind), EagerEngine(model_of(preset))
     rows, options = sources(engine.spec.vocab_size), DecodeOptions(max_new_tokens=48)
     expected = decode(reference, rows, options)
     assert decode(engine, rows, options) == expected
@@ -44,18 +46,17 @@ def test_every_preset_gives_the_references_tokens_in_a_batch_alone_and_again(pre
     assert len(set(expected)) == len(expected)
 
 
+@pytest.mark.parametrize("kind", ["ort", "trt"])
 @pytest.mark.parametrize("preset", AUTOREGRESSIVE)
-def test_a_row_runs_to_max_target(preset: str) -> None:
-    engine, reference = OrtEngine(bundle_of(f"{preset}-tiny")), EagerEngine(model_of(f"{preset}-tiny"))
+def test_a_row_runs_to_max_target(preset: str, kind: Kind) -> None:
+    engine, reference = engine_of(f"{preset}-tiny", kind), EagerEngine(model_of(f"{preset}-tiny"))
     row = [sources(64)[2]]
     assert decode(engine, row) == decode(reference, row)
 
 
-@pytest.mark.parametrize(("preset", "dialect"), [one for one in EVERY if "nat" not in one[0]])
-def test_logits_hidden_and_best_tokens_stay_within_the_bound_after_growing_and_leaving(
-    preset: str, dialect: str
-) -> None:
-    engines = OrtEngine(bundle_of(preset, dialect)), EagerEngine(model_of(preset))
+@pytest.mark.parametrize(("preset", "kind"), [one for one in ENGINES if "nat" not in one[0]])
+def test_logits_hidden_and_best_tokens_stay_within_the_bound_after_growing_and_leaving(preset: str, kind: Kind) -> None:
+    engines = engine_of(preset, kind), EagerEngine(model_of(preset))
     draw = np.random.default_rng(1)
     source = draw.integers(3, 64, (3, 6))
     mask = np.arange(6) < np.array([6, 2, 4])[:, None]
@@ -92,8 +93,9 @@ def test_state_stays_in_the_same_buffers_while_decoding(preset: str) -> None:
     assert len(state.bound) == 1
 
 
-def test_what_is_not_wanted_is_not_there() -> None:
-    engine = OrtEngine(bundle_of("transformer-tiny"))
+@pytest.mark.parametrize("kind", ["ort", "trt"])
+def test_what_is_not_wanted_is_not_there(kind: Kind) -> None:
+    engine = engine_of("transformer-tiny", kind)
     state = engine.encode(np.array([[5, 6, 7]]), np.ones((1, 3), bool), Capacity(1, 8))
     out = engine.step(np.array([[1]]), state, Want.HIDDEN)
     assert out.logits is None
@@ -152,8 +154,9 @@ def test_swapped_graphs_are_refused(tmp_path: Path) -> None:
         OrtEngine(swapped)
 
 
-def test_bad_input_is_refused_before_anything_runs() -> None:
-    engine = OrtEngine(bundle_of("fat-tiny"))
+@pytest.mark.parametrize("kind", ["ort", "trt"])
+def test_bad_input_is_refused_before_anything_runs(kind: Kind) -> None:
+    engine = engine_of("fat-tiny", kind)
     with pytest.raises(SpecMismatch, match="source ids must lie in"):
         engine.encode(np.array([[99]]), np.ones((1, 1), bool), Capacity(1, 4))
     state = engine.encode(np.array([[5], [6]]), np.ones((2, 1), bool), Capacity(1, 4))

@@ -10,18 +10,16 @@ from fatdeploy.export.eager import EagerEngine
 from fatdeploy.runtimes.buffers import move_rows, zero_rows
 from fatdeploy.runtimes.decode import DecodeOptions, decode
 from fatdeploy.runtimes.engine import Capacity, Want
-from fatdeploy.runtimes.ort import Bound, OrtEngine, OrtState
+from fatdeploy.runtimes.ort import Bound, OrtEngine
 from fatdeploy.spec import cache_specs, recurrent_specs
 from tests.bundles import bundle_of, model_of
+from tests.engines import Kind, engine_of, places
 
-ENGINES = [("transformer-tiny", "ort"), ("fat-tiny", "ort"), ("transformer-tiny", "standard")]
+GRAPHS = [("transformer-tiny", "ort"), ("fat-tiny", "ort"), ("transformer-tiny", "standard")]
+ENGINES = [*GRAPHS, ("transformer-tiny", "trt"), ("fat-tiny", "trt")]
 SOURCE = np.array([[5, 6, 7, 8], [9, 4, 0, 0], [11, 12, 13, 0]])
 MASK = SOURCE != 0
 BEAMS = 4
-
-
-def places(state: OrtState) -> list[int]:
-    return [array.ctypes.data for buffers in state.buffers for array in buffers]
 
 
 def beam_like(draw: np.random.Generator) -> Iterator[np.ndarray]:
@@ -37,9 +35,9 @@ def beam_like(draw: np.random.Generator) -> Iterator[np.ndarray]:
         sources, each = len(kept), following
 
 
-@pytest.mark.parametrize(("preset", "dialect"), ENGINES)
-def test_rows_that_move_as_in_a_beam_search_go_on_as_in_the_reference(preset: str, dialect: str) -> None:
-    engine, reference = OrtEngine(bundle_of(preset, dialect)), EagerEngine(model_of(preset))
+@pytest.mark.parametrize(("preset", "kind"), ENGINES)
+def test_rows_that_move_as_in_a_beam_search_go_on_as_in_the_reference(preset: str, kind: Kind) -> None:
+    engine, reference = engine_of(preset, kind), EagerEngine(model_of(preset))
     draw = np.random.default_rng(0)
     state, expected_state = (one.encode(SOURCE, MASK, Capacity(BEAMS, 40)) for one in (engine, reference))
     used = places(state)
@@ -60,7 +58,7 @@ def test_rows_that_move_as_in_a_beam_search_go_on_as_in_the_reference(preset: st
     assert state.position > 30
 
 
-@pytest.mark.parametrize(("preset", "dialect"), ENGINES)
+@pytest.mark.parametrize(("preset", "dialect"), GRAPHS)
 def test_what_no_step_has_written_stays_zero_in_every_row(preset: str, dialect: str) -> None:
     engine, draw = OrtEngine(bundle_of(preset, dialect)), np.random.default_rng(1)
     state = engine.encode(SOURCE, MASK, Capacity(BEAMS, 40))
@@ -117,8 +115,9 @@ def test_results_are_bound_anew_only_when_rows_become_more_or_fewer_or_sources_c
     assert not set(bound_after([1, 1])) & set(one_each)
 
 
-def test_more_rows_than_the_state_was_encoded_for_are_refused_and_it_stays_as_it_was() -> None:
-    engine = OrtEngine(bundle_of("transformer-tiny"))
+@pytest.mark.parametrize("kind", ["ort", "trt"])
+def test_more_rows_than_the_state_was_encoded_for_are_refused_and_it_stays_as_it_was(kind: Kind) -> None:
+    engine = engine_of("transformer-tiny", kind)
     state = engine.encode(SOURCE, MASK, Capacity(2, 8))
     message = r"^reorder refused: 3 rows a source, the state was encoded for a capacity of rows_per_source = 2$"
     for rows in ([0, 0, 0, 1, 1, 1, 2, 2, 2], [1, 1, 1]):
@@ -153,8 +152,9 @@ def test_zeroing_leaves_rows_alone_that_nobody_used() -> None:
     assert [int(array.sum()) for array in arrays] == [2 * 3 * (4 * 7 - 3 * 5)] * 2 + [2 * 4 * 3, 2 * 4]
 
 
-def test_length_candidates_are_rows_that_grow_once() -> None:
-    engine, reference = OrtEngine(bundle_of("transformer-nat-tiny")), EagerEngine(model_of("transformer-nat-tiny"))
+@pytest.mark.parametrize("kind", ["ort", "trt"])
+def test_length_candidates_are_rows_that_grow_once(kind: Kind) -> None:
+    engine, reference = engine_of("transformer-nat-tiny", kind), EagerEngine(model_of("transformer-nat-tiny"))
     sources, options = [[5, 6, 7], [9, 10]], DecodeOptions(length_candidates=3)
     found, expected = (decode(one, sources, options) for one in (engine, reference))
     assert [(one.tokens, one.finish) for one in found] == [(one.tokens, one.finish) for one in expected]

@@ -11,13 +11,10 @@ from fatdeploy.runtimes.engine import Capacity, Want
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort import OrtEngine, OrtState
 from tests.bundles import bundle_of
+from tests.engines import Kind, engine_of, places
 
 SOURCE, MASK = np.array([[5, 6, 7], [8, 9, 4]]), np.ones((2, 3), bool)
 PRESETS = ["transformer-tiny", "fat-tiny"]
-
-
-def places(state: OrtState) -> list[int]:
-    return [array.ctypes.data for buffers in state.buffers for array in buffers]
 
 
 def fed(engine: OrtEngine, state: OrtState, steps: int = 5) -> np.ndarray:
@@ -135,8 +132,9 @@ def test_a_result_that_somebody_kept_is_not_written_over_after_the_release() -> 
     np.testing.assert_array_equal(kept, before)
 
 
-def test_a_released_state_cannot_be_used_again() -> None:
-    engine = OrtEngine(bundle_of("transformer-tiny"))
+@pytest.mark.parametrize("kind", ["ort", "trt"])
+def test_a_released_state_cannot_be_used_again(kind: Kind) -> None:
+    engine = engine_of("transformer-tiny", kind)
     state = engine.encode(SOURCE, MASK, Capacity(1, 8))
     engine.release(state)
     for use in (
@@ -207,8 +205,9 @@ def test_buffers_of_other_shapes_stay_in_their_order() -> None:
     assert all(pool.take([(rows, 2)]) is not None for rows in (3, 4, 5, 6))
 
 
-def test_a_closed_engine_says_so() -> None:
-    engine = OrtEngine(bundle_of("transformer-tiny"))
+@pytest.mark.parametrize("kind", ["ort", "trt"])
+def test_a_closed_engine_says_so(kind: Kind) -> None:
+    engine = engine_of("transformer-tiny", kind)
     state = engine.encode(SOURCE, MASK, Capacity(1, 8))
     engine.close()
     with pytest.raises(ConfigError, match="this engine is closed: load the bundle again"):

@@ -1,0 +1,28 @@
+"""Every engine behind one name, for what must hold for all of them."""
+
+from typing import Any, Literal
+
+from fatdeploy.export.eager import EagerEngine
+from fatdeploy.runtimes.engine import Engine
+from fatdeploy.runtimes.ort import OrtEngine, OrtState
+from fatdeploy.runtimes.trt import TrtState
+from tests.bundles import bundle_of, model_of
+from tests.cpu_device import trt_engine
+
+# The reference; graphs of both dialects on onnxruntime; plans on the test device.
+Kind = Literal["eager", "ort", "standard", "trt"]
+
+
+def engine_of(preset: str, kind: Kind) -> Engine[Any]:
+    """Return a preset on an engine."""
+    if kind == "eager":
+        return EagerEngine(model_of(preset))
+    return trt_engine(preset) if kind == "trt" else OrtEngine(bundle_of(preset, kind), threads=1)
+
+
+def places(state: OrtState | TrtState) -> list[int]:
+    """Return where the state of a decode stands."""
+    if isinstance(state, TrtState):
+        assert state.held is not None
+        return [place for each in state.held.state for place in each]
+    return [array.ctypes.data for buffers in state.buffers for array in buffers]

@@ -1,0 +1,292 @@
+"""Plans on the test device: the same memory at every step, few bytes over the bus, recordings that are replayed."""
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fatdeploy.bundle import PROBES
+from fatdeploy.plans import Profile, SizeRange
+from fatdeploy.runtimes.decode import decode
+from fatdeploy.runtimes.device import Strips
+from fatdeploy.runtimes.engine import Capacity, Want
+from fatdeploy.runtimes.hypothesis import Hypothesis
+from fatdeploy.runtimes.options import DecodeOptions
+from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.runtimes.trt import TrtEngine, TrtState
+from fatdeploy.runtimes.trt_memory import MOST_WAITING, written_strips
+from fatdeploy.runtimes.verify import read_probes, verified
+from fatdeploy.spec import cache_specs, recurrent_specs
+from tests.bundles import bundle_of, half_of
+from tests.cpu_device import CpuContext, CpuDevice, plans_of, trt_engine, with_plans
+from tests.engines import places
+
+PRESETS = ["transformer-tiny", "fat-tiny"]
+SOURCE, MASK = np.array([[5, 6, 7], [8, 9, 4]]), np.ones((2, 3), bool)
+SOURCES = [np.random.default_rng(3).integers(3, 64, length).tolist() for length in (1, 2, 7, 31, 256)]
+BEAMS = DecodeOptions(num_beams=4, num_return_sequences=4, max_new_tokens=24)
+
+
+def started(preset: str = "transformer-tiny", **options: bool) -> tuple[TrtEngine, CpuDevice]:
+    bundle = plans_of(preset)
+    device = CpuDevice(bundle)
+    return TrtEngine(bundle, device, **options), device
+
+
+def fed(engine: TrtEngine, state: TrtState, steps: int = 5) -> list[np.ndarray]:
+    """Return the logits of a few fixed steps."""
+    tokens = [np.full((state.rows, 1), 7 + step % 50) for step in range(steps)]
+    return [np.array(engine.step(one, state, Want.LOGITS).logits) for one in tokens]
+
+
+def said(found: Sequence[Hypothesis]) -> list[list[tuple[int, ...]]]:
+    return [[one.tokens, *(other.tokens for other in one.alternatives)] for one in found]
+
+
+def bound(device: CpuDevice) -> list[dict[str, Any]]:
+    return [one.bound for one in device.open if isinstance(one, CpuContext)]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_over_500_steps_addresses_stay_and_nothing_is_allocated_but_at_the_first(preset: str) -> None:
+    engine, device = started(preset)
+    used: list[object] = []
+    for _ in range(2):
+        state = engine.encode(SOURCE, MASK, Capacity(1, 256))
+        for step in range(250):
+            out = engine.step(np.full((2, 1), 3 + step % 60), state, Want.TOPK)
+            # A recurrent state has a second role, which is recorded one step later.
+            if step > 3:
+                used.append((places(state), out.top_ids.ctypes.data, device.n_allocated, device.n_pinned))
+        engine.release(state)
+    assert len(used) > 490
+    assert all(one == other for one, other in pairwise(used))
+
+
+@pytest.mark.parametrize("preset", [*PRESETS, "transformer-nat-tiny"])
+def test_after_the_first_sentence_of_a_shape_nothing_is_allocated(preset: str) -> None:
+    engine, device = started(preset)
+    many = [BEAMS, DecodeOptions(max_new_tokens=20, prefix=[5, 6, 7])]
+    for options in [DecodeOptions()] if "nat" in preset else many:
+        expected = decode(engine, SOURCES, options)
+        allocated = device.n_allocated, device.n_pinned
+        # Other tokens, other lengths of the same kind: 31 and 32 are one shape, and so are 1, 3 and 16.
+        # A model that decodes all at once has a shape for each length of target, which its sources say.
+        if "nat" not in preset:
+            decode(engine, [SOURCES[1] * 4, [9, 10, 11], [12], [13] * 16, [14] * 250], options)
+        assert decode(engine, SOURCES, options) == expected
+        assert (device.n_allocated, device.n_pinned) == allocated
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_beams_are_those_of_onnxruntime_on_the_same_graphs(preset: str) -> None:
+    engine = trt_engine(preset)
+    expected = decode(OrtEngine(bundle_of(preset, "standard"), threads=1), SOURCES, BEAMS)
+    found = decode(engine, SOURCES, BEAMS)
+    assert said(found) == said(expected)
+    assert [one.score for one in found] == pytest.approx([one.score for one in expected], abs=1e-4)
+    assert said(decode(engine, SOURCES, BEAMS)) == said(expected)
+
+
+@pytest.mark.parametrize("preset", [*PRESETS, "transformer-nat-tiny"])
+def test_the_probes_of_a_bundle_are_met_to_the_bound(preset: str) -> None:
+    parity = verified(trt_engine(preset), read_probes(plans_of(preset).file(PROBES)))
+    assert parity.tokens > 100
+    assert parity.largest_difference <= parity.bound
+    assert parity.largest_difference_alone <= parity.bound
+
+
+@pytest.mark.parametrize(("preset", "not_replayed"), [("transformer-tiny", 1), ("fat-tiny", 2)])
+def test_every_step_but_the_first_of_each_role_is_replayed(preset: str, not_replayed: int) -> None:
+    engine, device = started(preset)
+    expected = fed(engine, engine.encode(SOURCE, MASK, Capacity(1, 40)), 12)
+    assert (device.n_captured, device.n_launched) == (not_replayed, 12 - not_replayed)
+    plain, device = started(preset, capture=False)
+    np.testing.assert_array_equal(fed(plain, plain.encode(SOURCE, MASK, Capacity(1, 40)), 12), expected)
+    assert (device.n_captured, device.n_launched) == (0, 0)
+
+
+def test_a_cache_is_read_and_written_in_one_place_and_recurrent_state_in_two_that_change_roles() -> None:
+    for preset, distance in (("transformer-tiny", 1), ("fat-tiny", 2)):
+        engine, device = started(preset)
+        state = engine.encode(SOURCE, MASK, Capacity(1, 8))
+        fed(engine, state, 3)
+        spec = engine.spec
+        steps = [one for one in bound(device) if spec.tokens.name in one]
+        assert len(steps) == distance
+        for past, present in zip(spec.past, spec.present, strict=True):
+            read, written = ({one[name.name][1] for one in steps} for name in (past, present))
+            assert read == written
+            assert len(read) == distance
+            assert all((one[past.name][1] == one[present.name][1]) == (distance == 1) for one in steps)
+
+
+def test_only_tokens_position_and_what_is_wanted_cross_the_bus() -> None:
+    engine, device = started()
+    state = engine.encode(SOURCE, MASK, Capacity(1, 32))
+    # 16 ids of 8 bytes for each of two sources, and their mask.
+    assert (device.uploaded, device.downloaded) == (256 + 256, 0)
+    width, vocabulary, k = 32, 64, 16
+    expected = {Want.HIDDEN: 0, Want.LOGITS: 4 * vocabulary, Want.TOPK: (4 + 8) * k}
+    for want, each in expected.items():
+        for _ in range(3):
+            before = device.uploaded, device.downloaded
+            engine.step(np.full((2, 1), 7), state, want)
+            assert device.uploaded - before[0] == 256 + 256  # the position, two ids: each where a tensor may begin
+            assert device.downloaded - before[1] == 2 * (4 * width + each)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_rows_move_on_the_device_only_those_that_change_and_as_far_as_they_are_written(preset: str) -> None:
+    engine, device = started(preset)
+    state = engine.encode(SOURCE, MASK, Capacity(3, 32))
+    fed(engine, state, 5)
+    before = device.uploaded, device.downloaded
+    n_tensors = len(engine.spec.state)
+    copies = []
+    for rows in ([0, 0, 0, 1, 1, 1], [0, 1, 2, 3, 4, 5], [1, 0, 2, 3, 3, 4], [2, 0, 1, 4, 5, 3]):
+        device.moved.clear()
+        engine.reorder(state, np.array(rows))
+        copies.append(len(device.moved) / n_tensors)
+    # Rows 1 to 5 grow of two; nothing; a swap with one copy to the spare row, two copies; two circles.
+    assert copies == [5, 0, 5, 8]
+    strips = {one for _, _, one in device.moved}
+    if preset == "transformer-tiny":
+        assert strips == {Strips(width=5 * 16 * 4, pitch=256 * 16 * 4, count=2)}
+    assert (device.uploaded, device.downloaded) == before
+
+
+def test_strips_are_the_written_positions_of_caches_and_the_whole_of_sums() -> None:
+    cache, _ = cache_specs(0, 2, 3, "bfloat16")
+    sums, _ = recurrent_specs(0, 2, 4, 3)
+    sizes = {"rows": 6, "capacity": 7}
+    assert written_strips(cache, sizes, 5) == Strips(width=5 * 3 * 2, pitch=7 * 3 * 2, count=2)
+    assert written_strips(sums, sizes, 5) == Strips(width=2 * 4 * 3 * 4, pitch=2 * 4 * 3 * 4, count=1)
+
+
+def test_a_batch_that_loses_sources_is_computed_in_few_shapes() -> None:
+    engine = trt_engine("transformer-tiny")
+    source = np.arange(3, 3 + 7 * 4).reshape(7, 4)
+    state = engine.encode(source, np.ones_like(source, bool), Capacity(1, 32))
+    batches = []
+    while True:
+        fed(engine, state, 1)
+        batches.append((state.rows, state.device_batch))
+        if state.rows == 1:
+            break
+        engine.reorder(state, np.arange(state.rows - 1))
+    assert batches == [(7, 8), (6, 8), (5, 8), (4, 4), (3, 4), (2, 2), (1, 1)]
+
+
+def test_a_profile_of_one_size_is_filled_up_with_rows_that_are_nobodys(tmp_path: Path) -> None:
+    only = {"batch": 4, "source": 12, "step": 1}
+    sizes = {axis: SizeRange(least=size, usual=size, most=size) for axis, size in only.items()}
+    profile = Profile(sizes={**sizes, "rows": SizeRange(least=4, usual=8, most=16)})
+    bundle = with_plans(bundle_of("transformer-tiny", "standard"), tmp_path / "bundle", (profile,))
+    engine = TrtEngine(bundle, CpuDevice(bundle))
+    expected = trt_engine("transformer-tiny")
+    for options in (DecodeOptions(max_new_tokens=12, prefix=[5, 6, 7]), BEAMS):
+        found = said(decode(engine, SOURCES[:3], options))
+        assert found == said(decode(expected, SOURCES[:3], options))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_long_prefix_in_calls_that_profiles_take_is_one_in_a_single_call(preset: str) -> None:
+    engine = trt_engine(preset)
+    tokens = np.random.default_rng(1).integers(3, 64, (2, 37))
+    reference = OrtEngine(bundle_of(preset, "standard"), threads=1)
+    for want in (Want.LOGITS, Want.TOPK, Want.HIDDEN):
+        outs = [one.step(tokens, one.encode(SOURCE, MASK, Capacity(1, 64)), want) for one in (engine, reference)]
+        for name, other in vars(outs[1]).items():
+            one = getattr(outs[0], name)
+            assert (one is None) == (other is None)
+            if other is not None:
+                assert one.shape == other.shape
+                np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * max(1.0, float(np.abs(other).max())))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_what_another_decode_left_behind_is_not_read(preset: str) -> None:
+    engine, device = started(preset)
+    first = engine.encode(SOURCE, MASK, Capacity(1, 16))
+    expected, used = fed(engine, first, 8), places(first)
+    engine.release(first)
+    for memory in device.memory.values():
+        memory[:] = 0xFF  # NaN of any float
+    second = engine.encode(SOURCE, MASK, Capacity(1, 16))
+    assert places(second) == used
+    np.testing.assert_array_equal(fed(engine, second, 8), expected)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_threads_decode_at_once_each_with_memory_of_its_own(preset: str) -> None:
+    engine, device = started(preset)
+    options = [DecodeOptions(max_new_tokens=20), DecodeOptions(num_beams=3, max_new_tokens=20)] * 6
+    expected = [said(decode(engine, SOURCES[:4], one)) for one in options]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda one: said(decode(engine, SOURCES[:4], one)), options))
+    assert found == expected
+    engine.close()
+    assert device.leaked == 0
+
+
+def test_two_decodes_at_once_share_no_memory() -> None:
+    engine, _ = started()
+    engine.release(engine.encode(SOURCE, MASK, Capacity(1, 8)))
+    one, other = (engine.encode(SOURCE, MASK, Capacity(1, 8)) for _ in range(2))
+    assert not set(places(one)) & set(places(other))
+    assert len(engine.pool) == 0
+
+
+def test_few_memories_wait_and_the_oldest_are_freed() -> None:
+    engine, device = started()
+    for beams in range(1, MOST_WAITING + 4):
+        engine.release(engine.encode(SOURCE, MASK, Capacity(beams, 8)))
+    state = engine.encode(SOURCE, MASK, Capacity(1, 8))  # the oldest is gone: this one is new
+    assert len(device.memory) == MOST_WAITING + 1
+    engine.release(state)
+    engine.close()
+    assert (device.leaked, device.pinned_now) == (0, 0)
+
+
+def test_a_result_that_somebody_kept_can_be_read_after_the_engine_is_closed() -> None:
+    engine, device = started()
+    state = engine.encode(SOURCE, MASK, Capacity(1, 8))
+    kept = engine.step(np.full((2, 1), 7), state, Want.LOGITS).logits
+    before = np.array(kept)
+    engine.close()
+    assert device.pinned_now == 1
+    np.testing.assert_array_equal(kept, before)
+    del kept
+    assert device.pinned_now == 0
+
+
+def test_half_precision_keeps_memory_and_caches_half_as_large_and_says_the_same(tmp_path: Path) -> None:
+    half = half_of("transformer-tiny")
+    bundle = with_plans(half, tmp_path / "bundle")
+    device = CpuDevice(bundle)
+    engine, reference = TrtEngine(bundle, device), OrtEngine(half, threads=1)
+    states = [one.encode(SOURCE, MASK, Capacity(1, 16)) for one in (engine, reference)]
+    rows = math.prod((2, 2, 256, 16)) * 2  # rows, heads, capacity, width, bytes
+    first, second = places(states[0])[:2]
+    assert second - first == rows
+    for token in range(7, 15):
+        tokens = np.full((2, 1), token)
+        found, expected = (
+            one.step(tokens, state, Want.LOGITS).logits for one, state in zip((engine, reference), states, strict=True)
+        )
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-3 * float(np.abs(expected).max()))
+        assert (found.argmax(-1) == expected.argmax(-1)).all()
+
+
+def test_one_source_runs_in_the_profile_for_one_and_more_in_the_other() -> None:
+    engine, device = started()
+    for batch, profile in ((1, 0), (2, 1)):
+        state = engine.encode(SOURCE[:batch], MASK[:batch], Capacity(1, 8))
+        fed(engine, state, 1)
+        assert {one.profile for one in device.open if isinstance(one, CpuContext)} == {0, profile}
