@@ -16,7 +16,7 @@ from fatdeploy.cli import main
 from fatdeploy.errors import BackendUnavailable, ConfigError
 from fatdeploy.export import pipeline
 from fatdeploy.export.cuda_dialect import CudaHalfSeams
-from fatdeploy.export.cuda_target import cuda_record, target_of
+from fatdeploy.export.cuda_target import cuda_record, decoder_seams, target_of
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.graph_files import graphs_of, read_structure
 from fatdeploy.export.pipeline import Origin, write_bundle
@@ -100,13 +100,12 @@ def test_in_fp16_one_token_is_one_op_and_several_are_standard_ops() -> None:
     assert [bool(node.input[6:8]) for node in nodes_of(half()) if node.op_type == "MultiHeadAttention"] == [False] * 2
 
 
-def test_fp32_is_the_graph_of_the_cpu(tmp_path: Path) -> None:
-    bundle = written(tmp_path / "bundle")
-    assert bundle.manifest.target == "ort-cuda"
-    for part in (ENCODER, DECODER):
-        assert bundle.file(part).read_bytes() == bundle_of(TINY).file(part).read_bytes()
-    certificate = json.loads(bundle.file(PARITY).read_text())
-    assert certificate["engine"] == "onnxruntime CPU"
+def test_fp32_is_traced_as_for_the_cpu_and_proved_token_by_token_there() -> None:
+    assert decoder_seams("ort-cuda", "fp32") is decoder_seams("ort-cpu", "fp32") is None
+    # Encoders have no caches, and are the CPU's whatever the decoder is.
+    assert grouped().file(ENCODER).read_bytes() == bundle_of(TINY).file(ENCODER).read_bytes()
+    certificate = json.loads(grouped().file(PARITY).read_text())
+    assert (grouped().manifest.target, certificate["engine"]) == ("ort-cuda", "onnxruntime CPU")
     assert certificate["parity"]["tokens"] == 832
     assert certificate["cuda"]["executed"].startswith("no GPU ran anything")
 
