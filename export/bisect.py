@@ -19,6 +19,7 @@ from fatdeploy.export.contract import Flat
 from fatdeploy.export.eager import EagerEngine, EagerState
 from fatdeploy.export.graph_files import read_structure, write_structure
 from fatdeploy.export.package import write_graphs
+from fatdeploy.export.reference.scaling import scaled_queries
 from fatdeploy.runtimes.engine import Capacity, Want
 from fatdeploy.runtimes.lockstep import NOISE, Comparison, compared
 from fatdeploy.runtimes.ort import OrtEngine
@@ -85,12 +86,13 @@ def _compared(stage: Stage, model: Flat, probe: Probe) -> Comparison:
 
 def _tensor(model: Flat, before: Stage | None, stage: Stage, probe: Probe, last_step: int) -> str:
     """Say which tensor is the first to differ when each step is given what the reference gives it."""
-    for index, (part, feeds, said) in enumerate(_calls(model, stage.bundle, probe, last_step)):
-        expected = _by_value(stage, part, said) if before is None else _values(before, part, feeds)
-        found = _first_difference(stage, part, feeds, expected)
-        if found is not None:
-            when = "the encoder" if part == ENCODER else f"step {index - 1}"
-            return f"the first tensor to differ is {found}, in {when}"
+    with scaled_queries(model.inner):  # as it was traced
+        for index, (part, feeds, said) in enumerate(_calls(model, stage.bundle, probe, last_step)):
+            expected = _by_value(stage, part, said) if before is None else _values(before, part, feeds)
+            found = _first_difference(stage, part, feeds, expected)
+            if found is not None:
+                when = "the encoder" if part == ENCODER else f"step {index - 1}"
+                return f"the first tensor to differ is {found}, in {when}"
     return "no tensor differs when every step is given the reference's state: it is lost between the steps"
 
 

@@ -168,12 +168,17 @@ class OrtSeams(GraphSeams):
         return outputs
 
     def project(self, hidden: Tensor, matrix: Tensor) -> Tensor:
-        # Gemm reads the tied embedding as it is stored; a folded transpose would be a second copy of it.
-        rows, steps, width = hidden.shape
-        flat = emitted("Reshape", (hidden, sizes(-1, width)), hidden.dtype, (rows * steps, width))
-        scores = emitted("Gemm", (flat, matrix), flat.dtype, (rows * steps, matrix.shape[0]), transB=1)
-        apart = torch.cat([shape_of(hidden, 0, 2), number(matrix.shape[0])])
-        return emitted("Reshape", (scores, apart), scores.dtype, (rows, steps, matrix.shape[0]))
+        # It reads the tied embedding as it is stored, where a folded transpose would be a second copy of it, and writes
+        # logits where they are wanted: a Gemm takes two axes alone, and a Reshape of its result is another copy.
+        rows, steps, _ = hidden.shape
+        return symbolic(
+            "com.microsoft::FusedMatMul",
+            (hidden, matrix),
+            {"transB": 1},
+            dtype=hidden.dtype,
+            shape=(rows, steps, matrix.shape[0]),
+            version=1,
+        )
 
 
 class StandardSeams(GraphSeams):

@@ -16,6 +16,7 @@ from fatdeploy.export.trace import INNER
 
 # Smaller matrices (a gate of one column, say) gain nothing and are often what the numbers hang on.
 SMALLEST = 1024
+PRODUCTS = {("", "MatMul"), ("", "Gemm"), ("com.microsoft", "FusedMatMul")}
 BIAS = ".bias"
 
 
@@ -79,7 +80,7 @@ def products_of(graph: onnx.GraphProto) -> list[Product]:
 
 
 def _product(scope: Scope, node: onnx.NodeProto) -> Product | None:
-    if node.op_type not in ("MatMul", "Gemm") or node.domain:
+    if (node.domain, node.op_type) not in PRODUCTS:
         return None
     weight = scope.constant(node.input[1])
     if weight is None or len(weight.dims) != 2 or weight.data_type != onnx.TensorProto.FLOAT:

@@ -43,6 +43,7 @@ from fatdeploy.export.half import Half, check_half, half_array, halved
 from fatdeploy.export.package import placed_output_matrix, write_graphs
 from fatdeploy.export.precision import Asked, Quantizer
 from fatdeploy.export.reference.checkpoint import stored_tensors
+from fatdeploy.export.reference.scaling import scaled_queries
 from fatdeploy.export.reference.seams import Seams
 from fatdeploy.export.simplify import Arrays, simplified
 from fatdeploy.export.trace import traced_decoder, traced_encoder
@@ -255,10 +256,11 @@ def _written_graphs(
     first.mkdir()
     second.mkdir()
     spec = model.spec
-    stage("tracing the encoder")
-    traced = {ENCODER: traced_encoder(model, dialect, first / ENCODER)}
-    stage("tracing the decoder")
-    traced[DECODER] = traced_decoder(model, dialect, first / DECODER, seams)
+    with scaled_queries(model.inner):
+        stage("tracing the encoder")
+        traced = {ENCODER: traced_encoder(model, dialect, first / ENCODER)}
+        stage("tracing the decoder")
+        traced[DECODER] = traced_decoder(model, dialect, first / DECODER, seams)
     stage("simplifying")
     inputs = {ENCODER: spec.encoder_inputs(), DECODER: spec.decoder_inputs(branches=dialect == "ort")}
     graphs = {

@@ -129,3 +129,11 @@ def test_a_scale_for_each_row_serves_rows_of_different_sizes() -> None:
     chosen, _ = best_range(rows)
     assert np.square(chosen.restored(small) - small).sum() > 0.9 * np.square(small).sum()
     assert row_noise(np.zeros((2, 4), np.float32)) == 0.0
+
+
+def test_blocks_are_small_only_where_single_numbers_stand_out() -> None:
+    drawn = np.random.default_rng(0).standard_normal((512, 64)).astype(np.float32)
+    assert best_blocks(drawn).size == 32
+    # One in 32 is a hundred times the others: every second block of 16 is rid of it.
+    drawn[::32] *= 100
+    assert best_blocks(drawn).size == 16

@@ -131,7 +131,7 @@ def test_attention_is_one_op_and_a_branch_is_not_computed() -> None:
     histogram = bundle_of("transformer-tiny").manifest.histograms[DECODER]["simplified"]
     assert histogram["MultiHeadAttention"] == 4
     assert histogram["If"] == 2
-    assert histogram["Gemm"] == 1
+    assert histogram["FusedMatMul"] == 1
     assert "Transpose" not in histogram
     assert bundle_of("fat-tiny").manifest.histograms[DECODER]["simplified"]["If"] == 4
     assert "If" not in bundle_of("fat-tiny", "standard").manifest.histograms[DECODER]["simplified"]

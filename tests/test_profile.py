@@ -63,7 +63,7 @@ def test_a_profile_tells_ops_and_nodes_of_a_step() -> None:
     found = json.loads(run.stdout)
     assert (found["steps"], found["batch"], found["bundle"]) == (6, 1, bundle_of("transformer-tiny").digest)
     calls = {one["op"]: one["calls"] for one in found["ops"]}
-    assert (calls["MultiHeadAttention"], calls["LayerNormalization"], calls["Gemm"]) == (4, 6, 1)
+    assert (calls["MultiHeadAttention"], calls["LayerNormalization"], calls["FusedMatMul"]) == (4, 6, 1)
     assert sum(one["calls"] for one in found["nodes"]) == sum(calls.values())
     assert any(one["name"].startswith("decoder.layers.0.attention") for one in found["nodes"])
 

@@ -164,11 +164,15 @@ class FastFullyConnected(CrossAttention):
         scores = self.scores(queries, keys) + bias[:, None]
         if self.form == "softmax":
             return masked_softmax(scores, real)
-        total = scores.masked_fill(~real, -torch.inf).logsumexp(-1, keepdim=True)
-        # tanh_bounded divides by 1 + Σ exp: softplus(log Σ exp) is its logarithm without overflow.
-        shrink = functional.softplus(total) if self.form == "tanh_bounded" else total
+        shown = scores.masked_fill(~real, -torch.inf)
+        if self.form == "tanh":
+            shrink = (-shown.logsumexp(-1, keepdim=True)).exp()
+        else:
+            # 1 / (1 + Σ exp) is the weight of a score of 0 beside the others. It stands first, so that a softmax adds
+            # the others up in one order, however many keys are padding.
+            shrink = functional.pad(shown, (1, 0)).softmax(-1)[..., :1]
         # The mask comes after the tanh: tanh(-inf) is -1, not 0.
-        weights: Tensor = scores.tanh() * (-shrink).exp() * real
+        weights: Tensor = scores.tanh() * shrink * real
         return weights
 
     def mix(self, x: Tensor, attended: Tensor) -> Tensor:
