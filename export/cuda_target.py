@@ -23,7 +23,8 @@ EXECUTED = (
 # ours; a Constant, and a Swish, which is written as two others, need none.
 CUDA_OPS = frozenset([
     "Abs", "Add", "And", "ArgMax", "ArgMin", "Cast", "Ceil", "Clip", "Concat", "ConstantOfShape", "Conv", "Cos",
-    "CumSum", "Div", "Einsum", "Elu", "Equal", "Erf", "Exp", "Expand", "Flatten", "Floor", "FusedMatMul", "Gather", "GatherElements",
+    "CumSum", "Div", "Einsum", "Elu", "Equal", "Erf", "Exp", "Expand", "Flatten", "Floor", "FusedMatMul", "Gather",
+    "GatherElements",
     "GatherND", "Gelu", "Gemm", "Greater", "GreaterOrEqual", "GroupQueryAttention", "Identity", "If", "IsInf", "IsNaN",
     "LayerNormalization", "LeakyRelu", "Less", "LessOrEqual", "LinearAttention", "Log", "LogSoftmax", "MatMul", "Max",
     "Min", "Mod", "Mul", "MultiHeadAttention", "Neg", "NonZero", "Not", "OneHot", "Or", "Pad", "Pow",

@@ -19,7 +19,8 @@ Role = Literal["matrix", "carrier", "exact"]
 
 # fmt: off
 MATRIX_OPS = frozenset([
-    "MatMul", "FusedMatMul", "Gemm", "Conv", "Einsum", "Attention", "MultiHeadAttention", "GroupQueryAttention", "TensorScatter",
+    "MatMul", "FusedMatMul", "Gemm", "Conv", "Einsum", "Attention", "MultiHeadAttention", "GroupQueryAttention",
+    "TensorScatter",
     "LayerNormalization", "RMSNormalization",  # keep their sums in float32 themselves (`stash_type`)
 ])
 COMPARISONS = frozenset(["Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"])

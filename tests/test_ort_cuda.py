@@ -135,7 +135,7 @@ def test_contributed_ops_fit_their_schemas(name: str) -> None:
     bundle = {"half": half, "grouped": grouped}[name]()
     kind = {"half": "tensor(float16)", "grouped": "tensor(float)"}[name]
     found = [node for part in (ENCODER, DECODER) for node in nodes_of(bundle, part) if node.domain == "com.microsoft"]
-    assert {node.op_type for node in found} == {"GroupQueryAttention", "MultiHeadAttention"}
+    assert {node.op_type for node in found} == {"FusedMatMul", "GroupQueryAttention", "MultiHeadAttention"}
     for node in found:
         schema = SCHEMAS[node.op_type]
         assert {one.name for one in node.attribute} <= set(schema.attributes)
