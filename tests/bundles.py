@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from fatdeploy.bundle import Bundle, Dialect, read_bundle
+from fatdeploy.bundle import Bundle, Dialect, Precision, read_bundle
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.weights import model_from_preset
@@ -27,6 +27,17 @@ def bundle_of(preset: str, dialect: Dialect = "ort") -> Bundle:
     return shared_bundle(
         f"{preset}-{dialect}",
         lambda folder: write_bundle(model_of(preset), folder, origin=Origin(name=preset), dialect=dialect),
+    )
+
+
+@cache
+def half_of(preset: str, precision: Precision = "fp16") -> Bundle:
+    """Return the exported preset in half precision."""
+    return shared_bundle(
+        f"{preset}-{precision}",
+        lambda folder: write_bundle(
+            model_of(preset), folder, origin=Origin(name=preset, random=True), dialect="standard", precision=precision
+        ),
     )
 
 

@@ -31,20 +31,10 @@ from fatdeploy.runtimes.ort_sessions import OrtOptions, _check_bfloat16
 from fatdeploy.runtimes.output_matrix import stored_output_rows
 from fatdeploy.runtimes.verify import read_probes
 from fatdeploy.spec import Tokens
-from tests.bundles import bundle_of, model_of, shared_bundle
+from tests.bundles import bundle_of, half_of, model_of, shared_bundle
 from tests.words import g2p_bundle, ids_of_test_words, reference
 
 BATCH = 100
-
-
-@cache
-def half_of(preset: str, precision: Precision = "fp16") -> Bundle:
-    return shared_bundle(
-        f"{preset}-{precision}",
-        lambda folder: write_bundle(
-            model_of(preset), folder, origin=Origin(name=preset, random=True), dialect="standard", precision=precision
-        ),
-    )
 
 
 @cache
