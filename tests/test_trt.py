@@ -1,8 +1,10 @@
 """Plans on the test device: the same memory at every step, few bytes over the bus, recordings that are replayed."""
 
 import math
+import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fatdeploy.bundle import PROBES
+from fatdeploy.bundle import PROBES, write_manifest
+from fatdeploy.errors import SpecMismatch
+from fatdeploy.export.trt_build import Asked, build_engines
 from fatdeploy.plans import Profile, SizeRange
 from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.device import Strips
+from fatdeploy.runtimes.device import Here, Strips
 from fatdeploy.runtimes.engine import Capacity, Want
 from fatdeploy.runtimes.hypothesis import Hypothesis
 from fatdeploy.runtimes.options import DecodeOptions
@@ -23,12 +27,13 @@ from fatdeploy.runtimes.trt_memory import MOST_WAITING, written_strips
 from fatdeploy.runtimes.verify import read_probes, verified
 from fatdeploy.spec import cache_specs, recurrent_specs
 from tests.bundles import bundle_of, half_of
-from tests.cpu_device import CpuContext, CpuDevice, plans_of, trt_engine, with_plans
+from tests.cpu_device import CpuContext, CpuDevice, CpuPlan, plans_of, trt_engine, with_plans
 from tests.engines import places
 
 PRESETS = ["transformer-tiny", "fat-tiny"]
 SOURCE, MASK = np.array([[5, 6, 7], [8, 9, 4]]), np.ones((2, 3), bool)
 SOURCES = [np.random.default_rng(3).integers(3, 64, length).tolist() for length in (1, 2, 7, 31, 256)]
+ONE, UP_TO_4 = SizeRange(least=1, usual=1, most=1), SizeRange(least=1, usual=4, most=4)
 BEAMS = DecodeOptions(num_beams=4, num_return_sequences=4, max_new_tokens=24)
 
 
@@ -290,3 +295,22 @@ def test_one_source_runs_in_the_profile_for_one_and_more_in_the_other() -> None:
         state = engine.encode(SOURCE[:batch], MASK[:batch], Capacity(1, 8))
         fed(engine, state, 1)
         assert {one.profile for one in device.open if isinstance(one, CpuContext)} == {0, profile}
+
+
+def test_what_a_build_writes_is_what_the_engine_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rtx = pytest.importorskip("tensorrt_rtx", reason="comes with the extra rtx")
+    half = half_of("fat-tiny")
+    shutil.copytree(half.path, tmp_path / "bundle")
+    write_manifest(tmp_path / "bundle", replace(half.manifest, target="tensorrt-rtx"))
+    asked = Asked(flavour="tensorrt-rtx", capabilities=("8.6", "8.9"), profiles=({}, {"batch": ONE, "rows": UP_TO_4}))
+    bundle = build_engines(tmp_path / "bundle", asked, stage=lambda said: None)
+    # Plans are real, and only a GPU can load them: their records, sizes and names are what is tried here.
+    monkeypatch.setattr(CpuDevice, "load", lambda device, path, record: CpuPlan(device, record))
+    device = CpuDevice(bundle, Here("test GPU", "tensorrt-rtx", rtx.__version__, "8.6"))
+    engine, reference = TrtEngine(bundle, device), OrtEngine(half, threads=1)
+    for sources in ([[5, 6, 7]], [[8] * 20, [9]]):
+        found, expected = (decode(one, sources, BEAMS) for one in (engine, reference))
+        assert [one.tokens for one in found] == [one.tokens for one in expected]
+    assert {one.profile for one in device.open if isinstance(one, CpuContext)} == {0, 1}
+    with pytest.raises(SpecMismatch, match=r"profile 0 takes 1…8 sources .*; profile 1 takes 1…1 sources"):
+        decode(engine, [[5]] * 9)
