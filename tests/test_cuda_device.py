@@ -23,7 +23,7 @@ from fatdeploy.runtimes.decode import decode
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.trt import TrtEngine
 from tests.bundles import bundle_of
-from tests.cpu_device import HERE, CpuDevice, plans_of, trt_engine, with_plans
+from tests.cpu_device import HERE, CpuDevice, plans_of, ranges, trt_engine, with_plans
 from tests.fake_cuda import FakeCuda, cudaError_t, fake_tensorrt
 
 API = json.loads((Path(__file__).parent / "data" / "tensorrt-run-api.json").read_text())
@@ -67,6 +67,20 @@ def test_a_bundle_is_decoded_through_the_calls_of_cuda_and_tensorrt_and_leaves_n
         assert device.n_launched > 50
         assert {one.pitch > one.width for _, _, one in device.moved} == ({True} if "transformer" in preset else {False})
     assert (device.leaked, len(fake.pinned)) == (0, 0)
+
+
+def test_more_sources_than_plans_take_at_once_are_decoded_in_several_batches(install: Install, tmp_path: Path) -> None:
+    profiles = (ranges(batch=2, rows=6, source=16, step=4), ranges(batch=1, rows=3, source=64, step=4))
+    bundle = with_plans(bundle_of("transformer-tiny", "standard"), tmp_path / "bundle", profiles)
+    _, device = install()
+    device.bundle = bundle
+    sources = [[length] * length for length in (3, 40, 16, 17, 5, 9)]
+    sizes: list[int] = []
+    with fatdeploy.load(bundle.path) as model:
+        found = model.generate(sources, BEAMS, progress=sizes.append)
+    assert sizes == [1, 1, 2, 2]
+    expected = decode(trt_engine("transformer-tiny"), sources, BEAMS)
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
 
 
 def test_without_recordings_nothing_is_launched_and_the_same_is_said(install: Install) -> None:
