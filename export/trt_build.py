@@ -190,7 +190,7 @@ def _built(folder: Path, bundle: Bundle, part: Part, plan: Plan, stage: Stage) -
 
 
 def _advice(profiles: Sequence[Profile]) -> str:
-    """Say what to try where an axis has one size: TensorRT-RTX 1.7 fails on an fp16 encoder of exactly one batch."""
+    """Say what to try where an axis has one size: TensorRT-RTX 1.7 fails on fp16 encoders of short sources then."""
     single = {axis: one.most for profile in profiles for axis, one in profile.sizes.items() if one.least == one.most}
     tried = ",".join(f"{axis}={most}:{most}:{2 * most}" for axis, most in single.items() if axis in ("batch", "rows"))
     return (
