@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 TEST_ARGS ?= -n auto --dist worksteal
 
-.PHONY: demo test lint types pytest format bench clean
+.PHONY: demo test test-slow lint types pytest format bench clean
 
 demo: $(VENV)/.export
 	$(BIN)/fatdeploy demo --bundle build/g2p.bundle
@@ -27,6 +27,10 @@ types: $(VENV)/.dev
 
 pytest: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/pytest $(TEST_ARGS)
+
+# Engines of every preset, among others: many minutes, one after the other.
+test-slow: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/pytest -m slow
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

@@ -40,7 +40,7 @@ from fatdeploy.export.reference.weights import model_from_preset
 from fatdeploy.export.trt_build import Asked, TimingCache, build_engines, planned
 from fatdeploy.export.trt_log import BuildLog
 from fatdeploy.export.trt_profiles import check_shapes, profiles_from_text, profiles_of, shapes_by_input
-from fatdeploy.plans import Flavour, Profile, SizeRange, inputs_of
+from fatdeploy.plans import Flavour, SizeRange
 from fatdeploy.runtimes import trt_modules
 from fatdeploy.runtimes.cuda_devices import Cuda, CudaDevice, cuda_here
 from fatdeploy.runtimes.decode import decode
@@ -109,7 +109,7 @@ def test_engines_are_built_for_three_kinds_of_gpus_at_once(bundle: Callable[[], 
     assert after.manifest.versions == {**before.manifest.versions, "tensorrt-rtx": VERSION}
 
 
-def test_several_profiles_are_built_into_one_engine(fat: Path) -> None:
+def test_several_profiles_are_built_into_one_engine(fat: Path, caplog: pytest.LogCaptureFixture) -> None:
     profiles = profiles_from_text(["batch=1,source=1:8:16", "batch=2:4,rows=2:4:16,step=1:2"])
     after = built(fat, Asked(flavour="tensorrt-rtx", capabilities=("8.9",), profiles=profiles))
     for one in after.manifest.plans:
@@ -120,11 +120,13 @@ def test_several_profiles_are_built_into_one_engine(fat: Path) -> None:
         assert first.sizes["source"] == SizeRange(least=1, usual=8, most=16)
         assert second.sizes["batch"] == SizeRange(least=2, usual=4, most=4)
         assert second.sizes["source"] == SizeRange(least=1, usual=32, most=256)
+    assert not caplog.records  # above all no second logger, which TensorRT would ignore
+    assert not trt_modules._listeners
     log = (fat / "engines" / f"decoder-tensorrt-rtx-{VERSION}-sm89.log").read_text()
     assert "DEBUG " in log
     assert "INFO Engine generation completed" in log
     assert f"INFO Input filename:   {DECODER}\n" in log
-    assert not re.search(r"/(tmp|home|root|usr|work)\b", log)
+    assert not re.search(r"(^|[\s'\"])/\w+/", log)
     assert str(fat.parent) not in log
 
 
@@ -257,19 +259,17 @@ def test_a_bundle_for_onnxruntime_is_refused(tmp_path: Path) -> None:
         built(folder)
 
 
-def test_a_build_that_fails_leaves_the_bundle_and_says_what_tensorrt_said(
-    fat: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = contents(fat)
-    # The builder itself refuses sizes that leave the graph: here more positions than the table of them has.
-    wrong = Profile(
-        sizes={**profiles_of(half_of("fat-tiny").spec, ())[0].sizes, "source": SizeRange(least=1, usual=9, most=999)}
-    )
-    monkeypatch.setattr(trt_build, "profiles_of", lambda *_: (wrong,))
-    with pytest.raises(ExportFailed, match=r"tensorrt-rtx could not build the encoder: .+"):
-        built(fat)
-    assert contents(fat) == before
-    assert sorted(path.name for path in fat.parent.iterdir()) == ["fat"]
+def test_a_build_that_fails_leaves_the_bundle_and_says_what_tensorrt_said(tmp_path: Path) -> None:
+    folder = copied(half_of("transformer-tiny"), tmp_path / "copy")
+    before = contents(folder)
+    # Found in TensorRT-RTX 1.7.1: its compiler gives two masks of an fp16 encoder one name if the batch is one number
+    # and sources are short.
+    with pytest.raises(
+        ExportFailed, match=r"could not build the encoder: .*Error Code.*a range, .*--profile batch=1:1:2$"
+    ):
+        built(folder, replace(RTX, profiles=profiles_from_text(["batch=1,source=1:16"])))
+    assert contents(folder) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
 
 # -- profiles ----------------------------------------------------------------------------------------------------------
@@ -327,13 +327,13 @@ def test_sizes_that_the_model_does_not_have_are_refused_together() -> None:
 
 def test_shapes_of_no_input_and_two_ranges_of_one_axis_are_refused_which_the_builder_takes() -> None:
     spec = model_of("transformer-tiny").spec
-    inputs, shapes = inputs_of(spec, "decoder"), shapes_by_input(spec, "decoder", profiles_of(spec, ())[0])
-    check_shapes(inputs, shapes)
+    shapes = shapes_by_input(spec, "decoder", profiles_of(spec, ())[0])
+    check_shapes(spec, "decoder", shapes)
     past, mask = spec.past[0].name, spec.source_mask.name
     wrong = {**shapes, "elsewhere": ((1,), (1,), (1,)), mask: ((1, 1), (2, 32), (8, 99)), past: ((1, 2, 9, 16),) * 3}
     del wrong[spec.position.name]
     with pytest.raises(SpecMismatch) as refused:
-        check_shapes(inputs, wrong)
+        check_shapes(spec, "decoder", wrong)
     for reason in (
         "it has shapes of elsewhere, which is no input",
         f"it has no shapes of {spec.position.name}",
@@ -344,7 +344,7 @@ def test_shapes_of_no_input_and_two_ranges_of_one_axis_are_refused_which_the_bui
     ):
         assert reason in str(refused.value)
     with pytest.raises(SpecMismatch, match=f"{mask} has 2 axes, not those of"):
-        check_shapes(inputs, {**shapes, mask: ((1,), (1,), (1,))})
+        check_shapes(spec, "decoder", {**shapes, mask: ((1,), (1,), (1,))})
 
 
 # -- where a build can be made -----------------------------------------------------------------------------------------
@@ -399,6 +399,16 @@ def test_a_module_that_is_missing_is_told_with_what_to_install() -> None:
         tensorrt_module("tensorrt")
 
 
+class AnotherGpu:
+    """What TensorRT does with a cache of another GPU; TensorRT-RTX takes any."""
+
+    def create_timing_cache(self, data: bytes) -> bytes:
+        return data
+
+    def set_timing_cache(self, cache: bytes, ignore_mismatch: bool) -> bool:
+        return ignore_mismatch or not cache
+
+
 def test_a_timing_cache_is_read_and_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--timing-cache is for tensorrt"):
         planned(replace(RTX, timing_cache=tmp_path / "cache"), model_of("fat-tiny").spec)
@@ -412,9 +422,8 @@ def test_a_timing_cache_is_read_and_written(tmp_path: Path) -> None:
         assert first
         TimingCache(builder.create_builder_config(), path).write()
         assert path.read_bytes() == first
-        path.write_bytes(b"of another machine")
-        with pytest.raises(ConfigError, match="is no timing cache of this GPU and version"):
-            TimingCache(builder.create_builder_config(), path)
+    with pytest.raises(ConfigError, match="is no timing cache of this GPU and version"):
+        TimingCache(AnotherGpu(), path)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["cache"]
 
 
@@ -444,13 +453,6 @@ def test_warnings_go_to_the_log_and_everything_to_the_file(tmp_path: Path, caplo
         "ERROR out of",
         "memory",
     ]
-
-
-def test_all_objects_share_one_logger(fat: Path, caplog: pytest.LogCaptureFixture) -> None:
-    built(fat, replace(RTX, capabilities=("8.6",)))
-    assert logger_of("tensorrt-rtx") is logger_of("tensorrt-rtx")
-    assert not caplog.records
-    assert not trt_modules._listeners
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
@@ -486,7 +488,7 @@ def test_export_builds_engines_or_leaves_them_to_the_device(tmp_path: Path) -> N
     choices = ("--max-source", 16, "--max-target", 16, "--precision", "fp16")
     run = command(
         "export", "transformer-tiny", "--out", tmp_path / "rtx", "--target", "tensorrt-rtx", *choices,
-        "--compute-capability", "8.6", "--profile", "batch=1,rows=1:2",
+        "--compute-capability", "8.6", "--profile", "batch=1:2,rows=1:4",
     )  # fmt: skip
     assert run.exit_code == 0, run.output
     manifest = read_bundle(tmp_path / "rtx").manifest
