@@ -22,12 +22,14 @@ TurnResult = dict[str, Any]
 def report_of(plans: Sequence[Plan], results: Results, asked: Asked) -> dict[str, Any]:
     """Return everything that was measured as JSON values."""
     machine = this_machine()
-    runtime = next(iter(results.values()))[0]["onnxruntime"]
+    # None of bundles that TensorRT runs; their plans say its version.
+    runtimes = [turns[0]["onnxruntime"] for turns in results.values()]
+    runtime = {"onnxruntime": one for one in runtimes if one is not None}
     return {
         "format": FORMAT,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine.as_dict(),
-        "versions": {"fatdeploy": VERSION, "numpy": np.__version__, "onnxruntime": runtime},
+        "versions": {"fatdeploy": VERSION, "numpy": np.__version__, **runtime},
         "settings": {
             **{name: getattr(asked, name) for name in ("batch", "source", "target", "beams", "threads", "spinning")},
             "repetitions": asked.repetitions,

@@ -17,6 +17,8 @@ from fatdeploy.bundle import write_manifest
 from fatdeploy.cli import main
 from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, DeviceFailed, OutOfDeviceMemory
 from fatdeploy.runtimes import cuda_device, trt_modules
+from fatdeploy.runtimes.bench_plan import Setting, Turn
+from fatdeploy.runtimes.bench_turn import taken
 from fatdeploy.runtimes.cuda_device import opened_device
 from fatdeploy.runtimes.cuda_devices import cuda_here
 from fatdeploy.runtimes.decode import decode
@@ -67,6 +69,26 @@ def test_a_bundle_is_decoded_through_the_calls_of_cuda_and_tensorrt_and_leaves_n
         assert device.n_launched > 50
         assert {one.pitch > one.width for _, _, one in device.moved} == ({True} if "transformer" in preset else {False})
     assert (device.leaked, len(fake.pinned)) == (0, 0)
+
+
+def test_a_turn_of_the_bench_checks_and_times_plans(install: Install) -> None:
+    install()
+    settings = (Setting(batch=1, beams=1), Setting(batch=2, beams=2))
+    turn = Turn(
+        bundle=str(plans_of("transformer-tiny").path),
+        threads=1,
+        spinning=True,
+        source=8,
+        target=8,
+        settings=settings,
+        repetitions=2,
+        decoder_bytes=10_000,
+        thorough=True,
+    )
+    result = taken(turn)
+    assert result["onnxruntime"] is None
+    assert result["fidelity"]["same"] == result["fidelity"]["tokens"] > 100
+    assert [len(one["times"]) for one in result["settings"]] == [2, 2]
 
 
 def test_more_sources_than_plans_take_at_once_are_decoded_in_several_batches(install: Install, tmp_path: Path) -> None:
