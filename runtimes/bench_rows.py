@@ -23,13 +23,12 @@ def report_of(plans: Sequence[Plan], results: Results, asked: Asked) -> dict[str
     """Return everything that was measured as JSON values."""
     machine = this_machine()
     # None of bundles that TensorRT runs; their plans say its version.
-    runtimes = [turns[0]["onnxruntime"] for turns in results.values()]
-    runtime = {"onnxruntime": one for one in runtimes if one is not None}
+    runtime = next((turns[0]["onnxruntime"] for turns in results.values() if turns[0]["onnxruntime"]), None)
     return {
         "format": FORMAT,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine.as_dict(),
-        "versions": {"fatdeploy": VERSION, "numpy": np.__version__, **runtime},
+        "versions": {"fatdeploy": VERSION, "numpy": np.__version__, **({"onnxruntime": runtime} if runtime else {})},
         "settings": {
             **{name: getattr(asked, name) for name in ("batch", "source", "target", "beams", "threads", "spinning")},
             "repetitions": asked.repetitions,
