@@ -10,7 +10,7 @@ TEST_ARGS ?= -n auto --dist worksteal
 GPU_VENV := .venv-gpu
 GPU_ARGS ?=
 
-.PHONY: demo test lint types pytest format bench test-gpu clean
+.PHONY: demo test test-slow lint types pytest format bench test-gpu clean
 
 demo: $(VENV)/.export
 	$(BIN)/fatdeploy demo --bundle build/g2p.bundle
@@ -31,6 +31,10 @@ types: $(VENV)/.dev
 
 pytest: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/pytest $(TEST_ARGS)
+
+# Engines of every preset, among others: many minutes, one after the other.
+test-slow: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/pytest -m slow
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

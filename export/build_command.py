@@ -98,7 +98,7 @@ def engine_lines(bundle: "Bundle") -> list[str]:
 Examples:
   fatdeploy build my-model
   fatdeploy build my-model --flavour tensorrt-rtx --compute-capability 8.6,8.9,12.0
-  fatdeploy build my-model --profile batch=1,rows=1:4 --profile batch=8,rows=8:32
+  fatdeploy build my-model --profile batch=1:1:2 --profile batch=2:8:16
   fatdeploy build my-model --flavour tensorrt --timing-cache kernels.cache --drop-onnx
 """
 )

@@ -16,7 +16,7 @@ from fatdeploy.export.trt_log import BuildLog
 from fatdeploy.export.trt_network import check_network, parsed
 from fatdeploy.export.trt_profiles import PARTS, Ranges, check_shapes, profiles_of, shapes_by_input
 from fatdeploy.folders import replaced_folder
-from fatdeploy.plans import ENGINES, Flavour, Part, PlanRecord, Profile, inputs_of, plan_file
+from fatdeploy.plans import ENGINES, Flavour, Part, PlanRecord, Profile, plan_file
 from fatdeploy.runtimes.cuda_devices import cuda_here
 from fatdeploy.runtimes.trt_modules import listening, logger_of, tensorrt_module
 from fatdeploy.spec import ModelSpec
@@ -173,7 +173,8 @@ def _built(folder: Path, bundle: Bundle, part: Part, plan: Plan, stage: Stage) -
             engine = _engine(bundle, part, plan)
         if engine is None:
             reasons = heard.errors or ["it gave no reason"]
-            raise ExportFailed(in_one_line(f"{plan.asked.flavour} could not build the {part}", reasons))
+            said = in_one_line(f"{plan.asked.flavour} could not build the {part}", reasons)
+            raise ExportFailed(f"{said}{_advice(plan.profiles)}")
     (folder / file).write_bytes(engine)
     if plan.runs_here:
         (folder / file).with_suffix(".layers.json").write_text(_layers(plan, engine))
@@ -188,6 +189,17 @@ def _built(folder: Path, bundle: Bundle, part: Part, plan: Plan, stage: Stage) -
     )
 
 
+def _advice(profiles: Sequence[Profile]) -> str:
+    """Say what to try where an axis has one size: TensorRT-RTX 1.7 fails on fp16 encoders of short sources then."""
+    single = {axis: one.most for profile in profiles for axis, one in profile.sizes.items() if one.least == one.most}
+    tried = ",".join(f"{axis}={most}:{most}:{2 * most}" for axis, most in single.items() if axis in ("batch", "rows"))
+    return (
+        f". Give axes of one size a range, which is another way through the compiler: --profile {tried}"
+        if tried
+        else ""
+    )
+
+
 def _engine(bundle: Bundle, part: Part, plan: Plan) -> Any:
     """Return an engine as TensorRT writes it, None if it could not build it."""
     module, logger = plan.module, logger_of(plan.asked.flavour)
@@ -198,7 +210,7 @@ def _engine(bundle: Bundle, part: Part, plan: Plan) -> Any:
     config.profiling_verbosity = module.ProfilingVerbosity.DETAILED  # for the report of layers
     for profile in plan.profiles:
         shapes = shapes_by_input(bundle.spec, part, profile)
-        check_shapes(inputs_of(bundle.spec, part), shapes)
+        check_shapes(bundle.spec, part, shapes)
         ranges = builder.create_optimization_profile()
         for name, triple in shapes.items():
             ranges.set_shape(name, *triple)

@@ -21,7 +21,8 @@ def parsed(module: Any, builder: Any, logger: Any, path: Path) -> Any:
     if parser.parse_from_file(str(path)):
         return network
     # It looks at all nodes, where parsing may end at the first that it cannot take.
-    judge = module.OnnxParser(builder.create_network(flags), logger)
+    looked_at = builder.create_network(flags)  # a parser does not keep its network alive
+    judge = module.OnnxParser(looked_at, logger)
     judge.supports_model_v2(path.read_bytes(), str(path))
     errors = [one.get_error(index) for one in (judge, parser) for index in range(one.num_errors)]
     reasons = dict.fromkeys(_said(error) for error in errors)

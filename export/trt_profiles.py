@@ -5,7 +5,7 @@ from typing import get_args
 
 from fatdeploy.errors import ConfigError, SpecMismatch, in_one_line
 from fatdeploy.plans import SIZED, Part, Profile, Shape, SizeRange, axes_of, inputs_of, shapes_of
-from fatdeploy.spec import ModelSpec, TensorSpec
+from fatdeploy.spec import ModelSpec
 
 Ranges = dict[str, SizeRange]
 Triple = tuple[Shape, Shape, Shape]
@@ -108,9 +108,10 @@ def shapes_by_input(spec: ModelSpec, part: Part, profile: Profile) -> dict[str, 
     return {one.name: shapes_of(one, profile, fixed) for one in inputs_of(spec, part)}
 
 
-def check_shapes(inputs: Sequence[TensorSpec], shapes: Mapping[str, Triple]) -> None:
+def check_shapes(spec: ModelSpec, part: Part, shapes: Mapping[str, Triple]) -> None:
     """Raise for what TensorRT's builder would take without a word: names of no input, one axis with two ranges."""
-    known = {one.name: one for one in inputs}
+    fixed = spec.fixed_axes(branches=False)
+    known = {one.name: one.fixed(fixed) for one in inputs_of(spec, part)}
     reasons = [f"it has shapes of {name}, which is no input" for name in shapes if name not in known]
     reasons += [f"it has no shapes of {name}" for name in known if name not in shapes]
     ranges: dict[str, dict[Shape, list[str]]] = {}

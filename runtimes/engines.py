@@ -6,6 +6,7 @@ from typing import Any
 from fatdeploy.bundle import Bundle, Target
 from fatdeploy.errors import ConfigError
 from fatdeploy.plans import Flavour
+from fatdeploy.runtimes.batching import MostSources
 from fatdeploy.runtimes.cuda_device import opened_device
 from fatdeploy.runtimes.engine import Engine
 from fatdeploy.runtimes.ort import OrtEngine
@@ -39,6 +40,11 @@ def opened_engine(
         {"threads": threads is not None, "spinning": spinning is not True, "providers": bool(providers)},
     )
     return TrtEngine(bundle, opened_device(flavour), capture=cuda_graphs)
+
+
+def most_sources_of(engine: Engine[Any]) -> MostSources | None:
+    """Return how many sources an engine takes at once, if it takes only so many."""
+    return engine.most_sources if isinstance(engine, TrtEngine) else None
 
 
 def _check_unused(bundle: Bundle, given: dict[str, bool]) -> None:

@@ -19,7 +19,7 @@ from fatdeploy.runtimes.batching import batches_of
 from fatdeploy.runtimes.decode import Decoding, check_sources, row_of, wrong_source
 from fatdeploy.runtimes.deltas import Deltas
 from fatdeploy.runtimes.engine import Engine
-from fatdeploy.runtimes.engines import has_plans, opened_engine
+from fatdeploy.runtimes.engines import has_plans, most_sources_of, opened_engine
 from fatdeploy.runtimes.hypothesis import Hypothesis
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort_sessions import Provider, onnxruntime_module
@@ -65,6 +65,7 @@ class Model:
     def __init__(self, bundle: Bundle, engine: Engine[Any]) -> None:
         self.bundle = bundle
         self._engine = engine
+        self._most_sources = most_sources_of(engine)
         self._tokenizer = _tokenizer_of(bundle)
 
     @property
@@ -96,7 +97,8 @@ class Model:
         found = [Hypothesis((), "cancelled")] * len(given)
         positions = len(options.prefix_ids) + limit
         lengths = [len(one.ids) for one in given]
-        for batch in batches_of(lengths, options.rows_per_source(self.spec), positions, batch_tokens):
+        each = options.rows_per_source(self.spec)
+        for batch in batches_of(lengths, each, positions, batch_tokens, self._most_sources):
             if deadline is not None and monotonic() >= deadline:
                 break
             decoded = self._decoded([given[index].ids for index in batch], options, deadline)

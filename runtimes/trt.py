@@ -36,6 +36,7 @@ from fatdeploy.runtimes.trt_plans import Opened, opened_plans
 from fatdeploy.runtimes.trt_profiles import (
     chosen_profile,
     fitting_profile,
+    most_sources,
     most_steps,
     no_profile,
     padded_sizes,
@@ -166,6 +167,10 @@ class TrtEngine:
             state.lengths = state.lengths[kept]
         state.rows, state.batch = len(rows), len(kept)
         state.device_batch = self._device_batch(state, held, each)
+
+    def most_sources(self, length: int, rows_per_source: int) -> int:
+        """Return how many sources of at most some length the profiles take at once; 0 if none."""
+        return most_sources(self._profiles, length, rows_per_source)
 
     def length_log_probs(self, state: TrtState) -> Floats:
         """Return log-probabilities [B, max_target] of the target lengths from 1 up."""

@@ -62,6 +62,12 @@ def padded_sizes(profiles: Sequence[Profile], batch: int, source: int, rows_per_
     return min(found)[1:] if found else None
 
 
+def most_sources(profiles: Sequence[Profile], source: int, rows_per_source: int) -> int:
+    """Return how many sources of at most this length one batch may have; 0 if no profile takes even one."""
+    fitting = [one for one in profiles if source <= _most(one, "source")]
+    return max((min(_most(one, "batch"), _most(one, "rows") // rows_per_source) for one in fitting), default=0)
+
+
 def most_steps(profiles: Sequence[Profile], sizes: Mapping[str, int]) -> int:
     """Return how many tokens a row one call may have beside these sizes; 0 if no profile takes these."""
     fitting = [one for one in profiles if not _outside(one, ("batch", "rows", "source"), sizes)]

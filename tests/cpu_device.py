@@ -245,9 +245,10 @@ class CpuPlan(Opened):
         self.session = onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
         self.fixed = self.spec.fixed_axes(branches=False)
         self.inputs = {one.name: one for one in inputs_of(self.spec, record.part)}
+        self.outputs = outputs_of(self.spec, record.part)
         self.tensors = tuple(
             PlanTensor(one.name, kind, one.dtype, tuple(x if isinstance(x, int) else -1 for x in one.shape))  # type: ignore[arg-type]
-            for kind, ones in (("input", self.inputs.values()), ("output", outputs_of(self.spec, record.part)))
+            for kind, ones in (("input", self.inputs.values()), ("output", self.outputs))
             for one in (tensor.fixed(self.fixed) for tensor in ones)
         )
 

@@ -78,6 +78,11 @@ def test_batches_by_example() -> None:
     assert batches_of([3, 9, 4, 9, 1], rows_per_source=2, target_positions=1, budget=40) == [[1, 3], [2, 0, 4]]
     assert batches_of([3, 900, 4], rows_per_source=1, target_positions=10, budget=1) == [[1], [2], [0]]
     assert batches_of([], rows_per_source=1, target_positions=10, budget=1) == []
+    # An engine that takes two sources, and one of more than 5 tokens; 0 is an error, and the engine's to say.
+    most = {9: 1, 4: 2, 3: 2, 1: 0}
+    lengths, budget = [3, 9, 4, 1, 1], 1000
+    found = batches_of(lengths, 1, 10, budget, lambda longest, rows: most[longest] // rows)
+    assert found == [[1], [2, 0], [3], [4]]
 
 
 @pytest.mark.parametrize("choice", CHOICES)

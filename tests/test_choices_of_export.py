@@ -25,8 +25,10 @@ from fatdeploy.runtimes.engine import Capacity, Engine, Want
 from fatdeploy.runtimes.hypothesis import Hypothesis
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.runtimes.trt import TrtEngine
 from tests.bundles import shared_bundle
 from tests.choices import tiny
+from tests.cpu_device import CpuDevice, with_plans
 from tests.output_rows import check_output_rows
 
 SIZES = {"max_source": 12, "max_target": 16}
@@ -63,9 +65,17 @@ def alignments(engine: Engine[Any], calls: list[list[list[int]]]) -> list[np.nda
     return [*found, *(np.array(engine.step(np.array(call), state, Want.HIDDEN).attention) for call in calls)]
 
 
-@pytest.mark.parametrize(("dialect", "layer"), [("ort", 0), ("standard", 1)])
-def test_a_layers_attention_is_the_references_and_never_on_padding(dialect: Dialect, layer: int) -> None:
+@pytest.mark.parametrize(
+    ("dialect", "layer", "planned"), [("ort", 0, False), ("standard", 1, False), ("standard", 1, True)]
+)
+def test_a_layers_attention_is_the_references_and_never_on_padding(
+    dialect: Dialect, layer: int, planned: bool, tmp_path: Path
+) -> None:
+    engine: Engine[Any]
     engine, reference = aligned("plain", dialect, layer)
+    if planned:
+        bundle = with_plans(engine._bundle, tmp_path / "plans")
+        engine = TrtEngine(bundle, CpuDevice(bundle))
     calls = [[[3, 4], [5, 6], [7, 8], [9, 10]], [[50], [51], [52], [53]]]
     found, expected = alignments(engine, calls), alignments(reference, calls)
     assert [one.shape for one in found] == [(2, 2, 1, 5), (4, 2, 2, 5), (4, 2, 1, 5)]

@@ -1,34 +1,40 @@
 """Plans on the test device: the same memory at every step, few bytes over the bus, recordings that are replayed."""
 
 import math
+import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fatdeploy.bundle import PROBES
+from fatdeploy.bundle import PROBES, write_manifest
+from fatdeploy.errors import SpecMismatch
+from fatdeploy.export.trt_build import Asked, build_engines
 from fatdeploy.plans import Profile, SizeRange
 from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.device import Strips
+from fatdeploy.runtimes.device import Here, Strips
 from fatdeploy.runtimes.engine import Capacity, Want
 from fatdeploy.runtimes.hypothesis import Hypothesis
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.runtimes.trt import TrtEngine, TrtState
-from fatdeploy.runtimes.trt_memory import MOST_WAITING, written_strips
+from fatdeploy.runtimes.trt_memory import MOST_WAITING, Held, HeldShape, written_strips
 from fatdeploy.runtimes.verify import read_probes, verified
 from fatdeploy.spec import cache_specs, recurrent_specs
 from tests.bundles import bundle_of, half_of
-from tests.cpu_device import CpuContext, CpuDevice, plans_of, trt_engine, with_plans
+from tests.cpu_device import CpuContext, CpuDevice, CpuPlan, Opened, plans_of, trt_engine, with_plans
 from tests.engines import places
 
 PRESETS = ["transformer-tiny", "fat-tiny"]
 SOURCE, MASK = np.array([[5, 6, 7], [8, 9, 4]]), np.ones((2, 3), bool)
 SOURCES = [np.random.default_rng(3).integers(3, 64, length).tolist() for length in (1, 2, 7, 31, 256)]
+ONE, UP_TO_4 = SizeRange(least=1, usual=1, most=1), SizeRange(least=1, usual=4, most=4)
 BEAMS = DecodeOptions(num_beams=4, num_return_sequences=4, max_new_tokens=24)
 
 
@@ -290,3 +296,75 @@ def test_one_source_runs_in_the_profile_for_one_and_more_in_the_other() -> None:
         state = engine.encode(SOURCE[:batch], MASK[:batch], Capacity(1, 8))
         fed(engine, state, 1)
         assert {one.profile for one in device.open if isinstance(one, CpuContext)} == {0, profile}
+
+
+def test_what_a_build_writes_is_what_the_engine_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rtx = pytest.importorskip("tensorrt_rtx", reason="comes with the extra rtx")
+    half = half_of("transformer-tiny")
+    shutil.copytree(half.path, tmp_path / "bundle")
+    write_manifest(tmp_path / "bundle", replace(half.manifest, target="tensorrt-rtx"))
+    asked = Asked(flavour="tensorrt-rtx", capabilities=("8.6",), profiles=({}, {"batch": ONE, "rows": UP_TO_4}))
+    bundle = build_engines(tmp_path / "bundle", asked, stage=lambda said: None)
+    # Plans are real, and only a GPU can load them: their records, sizes and names are what is tried here.
+    monkeypatch.setattr(CpuDevice, "load", lambda device, path, record: CpuPlan(device, record))
+    device = CpuDevice(bundle, Here("test GPU", "tensorrt-rtx", rtx.__version__, "8.6"))
+    engine, reference = TrtEngine(bundle, device), OrtEngine(half, threads=1)
+    for sources in ([[5, 6, 7]], [[8] * 20, [9]]):
+        found, expected = (decode(one, sources, BEAMS) for one in (engine, reference))
+        assert [one.tokens for one in found] == [one.tokens for one in expected]
+    assert {one.profile for one in device.open if isinstance(one, CpuContext)} == {0, 1}
+    with pytest.raises(SpecMismatch, match=r"profile 0 takes 1…8 sources .*; profile 1 takes 1…1 sources"):
+        decode(engine, [[5]] * 9)
+
+
+def test_of_a_model_with_both_kinds_of_state_only_sums_change_places() -> None:
+    spec = replace(plans_of("transformer-tiny").spec, state=(*cache_specs(0, 2, 16), *recurrent_specs(1, 2, 4, 16)))
+    device = CpuDevice(plans_of("transformer-tiny"))
+    held = Held(device, spec, HeldShape(batch=2, source=16, rows_per_source=2))
+    assert [len(each) for each in held.state] == [1, 1, 2, 2]
+    assert held.n_sets == 2
+    (first, second), (third, fourth) = held.places(0), held.places(1)
+    assert first[:2] == second[:2] == third[:2] == fourth[:2]
+    assert (first[2:], second[2:]) == (fourth[2:], third[2:])
+    device.zero(held.slab.address, held.slab.n_bytes)
+    row = 2 * 4 * 16 * 4
+    for place in held.state[2]:
+        device.view(place, 1)[:] = 7
+    held.move_state([1, 0, 2, 3], role=1, position=3)
+    # Row 0 of the sums that the next step reads went to row 1; the others, which it writes, stay.
+    assert [int(device.view(place + offset, 1)[0]) for place in held.state[2] for offset in (0, row)] == [7, 0, 0, 7]
+    held.close()
+    assert device.leaked == 0
+
+
+def test_a_state_may_be_given_back_by_a_thread_that_is_in_the_middle_of_a_step() -> None:
+    engine, device = started()
+    state = engine.encode(SOURCE, MASK, Capacity(1, 8))
+    # As when the garbage collector drops a stream there: nothing may be asked of the device, and nobody waited for.
+    with engine._lock:
+        memory = dict(device.memory)
+        engine.release(state)
+        assert device.memory == memory
+    assert len(engine.pool) == 1
+
+
+def test_who_waits_for_a_result_gets_it_before_the_memory_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, device = started()
+    state = engine.encode(SOURCE, MASK, Capacity(1, 8))
+    waiting, done = Event(), Event()
+
+    def wait(event: Opened) -> None:
+        waiting.set()
+        assert done.wait(10)
+        assert event in device.open
+
+    monkeypatch.setattr(Opened, "wait", wait)
+    with ThreadPoolExecutor(2) as pool:
+        stepping = pool.submit(lambda: fed(engine, state, 1))
+        assert waiting.wait(10)
+        closing = pool.submit(engine.close)
+        assert not closing.done()
+        done.set()
+        assert np.isfinite(stepping.result(10)[0]).all()
+        closing.result(10)
+    assert device.leaked == 0

@@ -86,8 +86,10 @@ def test_a_run_that_fails_names_plan_profile_and_sizes_and_its_memory_is_not_use
         with pytest.raises(DeviceFailed, match=message):
             engine.step(np.full((2, 2), 7), state, Want.LOGITS)
         assert device.recording is None
+        before = len(device.memory)
         with pytest.raises(DeviceFailed, match=r"^engines/encoder-.*profile 1 \(batch 2, source 16\)"):
             engine.encode(SOURCE, MASK, Capacity(1, 32))
+        assert len(device.memory) <= before
         device.fail_execution = False
         held = state.held
         engine.release(state)

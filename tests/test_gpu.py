@@ -1,0 +1,94 @@
+"""What only a GPU can show: plans that are built, loaded and run by the real TensorRT, held to the reference."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from fatdeploy.bundle import PROBES, Bundle, write_manifest
+from fatdeploy.cli import main
+from fatdeploy.export.trt_build import Asked, build_engines
+from fatdeploy.plans import Flavour
+from fatdeploy.runtimes.cuda_devices import cuda_here
+from fatdeploy.runtimes.decode import decode
+from fatdeploy.runtimes.engine import Capacity, Want
+from fatdeploy.runtimes.engines import opened_engine
+from fatdeploy.runtimes.options import DecodeOptions
+from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.runtimes.trt_modules import MODULES
+from fatdeploy.runtimes.verify import read_probes, verified
+from tests.bundles import bundle_of, shared_bundle
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not cuda_here().devices, reason=f"no GPU to run plans on: {cuda_here().reason}"),
+]
+
+FLAVOURS = ["tensorrt", "tensorrt-rtx"]
+PRESETS = ["transformer-tiny", "fat-tiny", "transformer-nat-tiny"]
+BEAMS = DecodeOptions(num_beams=4, num_return_sequences=4, max_new_tokens=24)
+
+
+def built(preset: str, flavour: Flavour) -> Bundle:
+    """Return a preset with plans for the GPU that is here."""
+    pytest.importorskip(MODULES[flavour])
+    pytest.importorskip("cuda.bindings.runtime")
+    standard = bundle_of(preset, "standard")
+
+    def write(folder: Path) -> None:
+        shutil.copytree(standard.path, folder)
+        write_manifest(folder, replace(standard.manifest, target=flavour))
+        build_engines(folder, Asked(flavour=flavour), stage=print)
+
+    return shared_bundle(f"{preset}-{flavour}", write)
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_plans_give_the_references_tokens_recorded_and_not(preset: str, flavour: Flavour) -> None:
+    bundle = built(preset, flavour)
+    for cuda_graphs in (True, False):
+        engine = opened_engine(bundle, cuda_graphs=cuda_graphs)
+        parity = verified(engine, read_probes(bundle.file(PROBES)))
+        engine.close()
+        assert parity.largest_difference <= parity.bound
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("preset", PRESETS[:2])
+def test_beams_and_prefixes_are_those_of_onnxruntime(preset: str, flavour: Flavour) -> None:
+    bundle = built(preset, flavour)
+    engine, reference = opened_engine(bundle), OrtEngine(bundle, threads=1)
+    sources = [[5, 6, 7], [8] * 20, [9]]
+    for options in (BEAMS, DecodeOptions(prefix=[5, 6, 7] * 8, max_new_tokens=16)):
+        found, again, expected = (decode(one, sources, options) for one in (engine, engine, reference))
+        assert [one.tokens for one in found] == [one.tokens for one in expected]
+        assert [one.tokens for one in again] == [one.tokens for one in expected]
+    engine.close()
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_memory_of_the_device_is_given_back(flavour: Flavour) -> None:
+    from cuda.bindings import runtime
+
+    bundle = built("transformer-tiny", flavour)
+    free = []
+    for _ in range(4):
+        engine = opened_engine(bundle)
+        state = engine.encode(np.array([[5, 6, 7]]), np.ones((1, 3), bool), Capacity(1, 32))
+        for _ in range(3):
+            engine.step(np.array([[7]]), state, Want.LOGITS)
+        engine.close()
+        free.append(runtime.cudaMemGetInfo()[1])
+    # The first time CUDA and TensorRT load what they keep.
+    assert free[1] == free[2] == free[3]
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_the_command_verifies(flavour: Flavour) -> None:
+    result = CliRunner().invoke(main, ["verify", str(built("fat-tiny", flavour).path)])
+    assert result.exit_code == 0, result.output
+    assert "are the reference's" in result.stdout
