@@ -304,9 +304,11 @@ def test_sources_that_the_model_cannot_read_are_told_before_anything_is_traced(c
     assert "sources.txt: 1 of 2 lines cannot be used: source ids must lie in 0…63, found 99 at line 2; " in line
 
 
-def test_graphs_of_standard_ops_have_no_integers(tmp_path: Path) -> None:
-    line = refused(TINY, "--out", tmp_path / "out", "--precision", "int8", "--target", "onnx")
-    assert line == "Error: int8 and int4 are for --target ort-cpu: other targets have no such ops"
+def test_graphs_of_standard_ops_have_no_4_bit_integers(tmp_path: Path) -> None:
+    line = refused(TINY, "--out", tmp_path / "out", "--precision", "int4", "--target", "onnx")
+    assert line == (
+        "Error: the model cannot be quantized so: int4 is for --target ort-cpu: other targets have no such ops"
+    )
 
 
 def test_fp32_has_nothing_to_choose(tmp_path: Path) -> None:
