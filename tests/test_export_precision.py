@@ -40,6 +40,8 @@ PLAIN: dict[str, Any] = {
     "recover": False,
     "min_agreement": 0.99,
     "max_loss": 0.3,
+    "activations": "int8",
+    "ranges": "percentile",
 }
 
 
@@ -351,8 +353,11 @@ def test_all_that_is_useless_in_fp32_is_told_at_once() -> None:
         "recover": True,
         "min_agreement": 0.9,
         "max_loss": 1.0,
+        "activations": "float",
+        "ranges": "min-max",
     }
     names = ("--precision-of", "--calibration", "--probes", "--recover", "--cpu", "--min-agreement", "--max-loss")
+    names += ("--activations", "--ranges")
     with pytest.raises(ConfigError, match=f": {'; '.join(f'{name} is for integers' for name in names)}$"):
         asked_of({**PLAIN, **given})
 
