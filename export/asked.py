@@ -47,6 +47,8 @@ def asked_of(chosen: Mapping[str, Any]) -> Asked | None:
             "--cpu": chosen["cpu"] != "any",
             "--min-agreement": chosen["min_agreement"] != Bar().agreement,
             "--max-loss": chosen["max_loss"] != Bar().points,
+            "--activations": chosen["activations"] != Asked.activations,
+            "--ranges": chosen["ranges"] != Asked.ranges,
         }
         reasons = [f"{name} is for integers" for name, given in useless.items() if given]
         if reasons:
@@ -55,6 +57,8 @@ def asked_of(chosen: Mapping[str, Any]) -> Asked | None:
         return None
     return Asked(
         precision=chosen["precision"],
+        activations=chosen["activations"],
+        ranges=chosen["ranges"],
         cpu=chosen["cpu"],
         of=precisions_from_text(chosen["precision_of"]),
         recover=chosen["recover"],

@@ -58,7 +58,9 @@ class Seen:
         return np.concatenate(self.rows) if self.rows else np.zeros((0, 1), np.float32)
 
 
-def activations_of(graphs: dict[str, Path], spec: ModelSpec, said: Sequence[Said]) -> dict[str, dict[str, Seen]]:
+def activations_of(
+    graphs: dict[str, Path], spec: ModelSpec, said: Sequence[Said], *, branches: bool = True
+) -> dict[str, dict[str, Seen]]:
     """Return what the products of each graph multiply while the model reads sources and their targets."""
     n_batches = -(-len(said) // BATCH)
     most, draw = max(1, MOST_ROWS // n_batches), np.random.default_rng(0)
@@ -68,14 +70,16 @@ def activations_of(graphs: dict[str, Path], spec: ModelSpec, said: Sequence[Said
         names = sorted({one.activation for one in products_of(read_structure(path).graph)})
         sessions[part] = _Exposed(path, names)
         seen[part] = {name: Seen() for name in names}
-    for feeds in _calls(sessions[ENCODER], spec, said):
+    for feeds in _calls(sessions[ENCODER], spec, said, branches=branches):
         for part, inputs in feeds.items():
             for name, values in sessions[part].values(inputs).items():
                 seen[part][name].add(values, most, draw)
     return seen
 
 
-def _calls(encoder: "_Exposed", spec: ModelSpec, said: Sequence[Said]) -> Iterator[dict[str, Arrays]]:
+def _calls(
+    encoder: "_Exposed", spec: ModelSpec, said: Sequence[Said], *, branches: bool
+) -> Iterator[dict[str, Arrays]]:
     """Yield the inputs of both graphs for some sources at a time; a whole target is read in one call."""
     for start in range(0, len(said), BATCH):
         part = said[start : start + BATCH]
@@ -85,11 +89,11 @@ def _calls(encoder: "_Exposed", spec: ModelSpec, said: Sequence[Said]) -> Iterat
         tokens = _read(part, spec)
         given = {**inputs, **memory, **_named((spec.tokens, spec.position), [tokens, np.array(0)])}
         given[spec.want.name] = np.array(int(Want.LOGITS))
-        sizes = {"rows": len(part), "capacity": tokens.shape[1]}
+        sizes = {"rows": len(part), "capacity": tokens.shape[1], **spec.fixed_axes(branches=branches)}
         given |= {past.name: np.zeros(past.sized(sizes), past.dtype) for past in spec.past}
         yield {
             ENCODER: inputs,
-            DECODER: {one.name: given[one.name] for one in spec.decoder_inputs(branches=True)},
+            DECODER: {one.name: given[one.name] for one in spec.decoder_inputs(branches=branches)},
         }
 
 

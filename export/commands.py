@@ -33,6 +33,8 @@ class ExportArguments(EngineArguments):
     min_agreement: float
     max_loss: float
     build: bool
+    activations: str
+    ranges: str
 
 
 def need_export_packages() -> None:
@@ -181,6 +183,20 @@ Examples:
     show_default=True,
     type=click.Choice(["any", "x86-avx2", "x86-vnni", "arm64"]),
     help="Which CPUs int8 weights are for; any is right on all of them.",
+)
+@click.option(
+    "--activations",
+    default="int8",
+    show_default=True,
+    type=click.Choice(["int8", "float"]),
+    help="What int8 weights of standard graphs are multiplied with: integers, or floats (weights alone are small).",
+)
+@click.option(
+    "--ranges",
+    default="percentile",
+    show_default=True,
+    type=click.Choice(["min-max", "percentile"]),
+    help="How ranges of activations are chosen in standard graphs: all that was seen, or 99.99 % of it.",
 )
 @click.option("--calibration", type=click.Path(path_type=Path), help="Sources that show the ranges of activations.")
 @click.option("--probes", type=click.Path(path_type=Path), help="Sources, or pairs, that integers are judged by.")

@@ -18,6 +18,7 @@ from fatdeploy.export.trace import INNER
 SMALLEST = 1024
 PRODUCTS = {("", "MatMul"), ("", "Gemm"), ("com.microsoft", "FusedMatMul")}
 BIAS = ".bias"
+OUTPUT = "output"
 
 
 @dataclass
@@ -100,7 +101,11 @@ def _module(product: Product) -> str:
         return str(biases[0]).removeprefix(INNER).removesuffix(BIAS)
     # A node outside of all modules, such as the output projection, reads a tensor that has a name of its own.
     module = product.node.name.partition("/")[0]
-    return module or product.weight.name.removeprefix(INNER).removesuffix(".weight")
+    if module:
+        return module
+    # Of standard graphs it is turned round beforehand, and called after that.
+    name = product.weight.name
+    return name.removeprefix(INNER).removesuffix(".weight") if name.startswith(INNER) else OUTPUT
 
 
 def matrix_of(product: Product, folder: Path) -> NDArray[np.float32]:

@@ -41,7 +41,7 @@ from fatdeploy.export.examples import Example, examples_from_file, random_exampl
 from fatdeploy.export.graph_files import op_histogram
 from fatdeploy.export.half import Half, check_half, half_array, halved
 from fatdeploy.export.package import placed_output_matrix, write_graphs
-from fatdeploy.export.precision import Asked, Quantizer
+from fatdeploy.export.precision import Asked, Quantizer, check_asked
 from fatdeploy.export.reference.checkpoint import stored_tensors
 from fatdeploy.export.reference.scaling import scaled_queries
 from fatdeploy.export.reference.seams import Seams
@@ -103,7 +103,9 @@ def write_bundle(
     half = check_half(precision, target)
     if origin.tokenizer is not None:
         _check_tokenizer(origin.tokenizer, flat.spec)
-    examples = None if quantize is None else _examples(flat.spec, origin, dialect)
+    if quantize is not None:
+        check_asked(quantize, dialect)
+    examples = None if quantize is None else _examples(flat.spec, origin)
     with replaced_folder(folder, force=force) as new, _folder_beside(new) as work:
         traced, graphs = _written_graphs(flat, dialect, work, stage, decoder_seams(target, precision))
         plain = Plain(flat, origin, dialect, target, traced, graphs, stage)
@@ -214,10 +216,8 @@ def _write_certificate(folder: Path, certificate: dict[str, Any]) -> None:
     (folder / PARITY).write_text(json.dumps(certificate, indent=2, sort_keys=True) + "\n")
 
 
-def _examples(spec: ModelSpec, origin: Origin, dialect: Dialect) -> tuple[list[Example], list[Example]]:
+def _examples(spec: ModelSpec, origin: Origin) -> tuple[list[Example], list[Example]]:
     """Return what a quantization is calibrated with and judged by; a trained model needs real sources for both."""
-    if dialect != "ort":
-        raise ConfigError("int8 and int4 are for --target ort-cpu: other targets have no such ops")
     tokenizer = None if origin.tokenizer is None else tokenizer_from_file(origin.tokenizer)
     files = {"--calibration": origin.calibration, "--probes": origin.probes}
     missing = [name for name, path in files.items() if path is None]

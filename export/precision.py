@@ -11,14 +11,16 @@ from fatdeploy.bundle import (
     DECODER,
     EMBEDDING,
     SATURATION,
+    WEIGHTS_ALONE,
     Bundle,
     CpuClass,
+    Dialect,
     Manifest,
     OutputMatrix,
     Quantization,
     write_manifest,
 )
-from fatdeploy.errors import ConfigError, ParityFailed
+from fatdeploy.errors import ConfigError, ParityFailed, in_one_line
 from fatdeploy.export.calibrate import Said, Seen, activations_of
 from fatdeploy.export.contract import Flat
 from fatdeploy.export.eager import EagerEngine
@@ -26,11 +28,12 @@ from fatdeploy.export.examples import Example
 from fatdeploy.export.gate import Bar, Gate, Judgement, fewest_kept, material_of
 from fatdeploy.export.graph_files import op_histogram, read_structure
 from fatdeploy.export.integers import Floats, WeightBits, best_range, row_noise
-from fatdeploy.export.matrices import Scope, lookups_of, products_of
+from fatdeploy.export.matrices import OUTPUT, Scope, lookups_of, products_of
 from fatdeploy.export.package import placed_integers, write_graphs
+from fatdeploy.export.qdq import RangeMethod, symmetric_range, with_scales
 from fatdeploy.export.quantize import MatrixPrecision, MatrixRecipe, Recipe, quantized
 from fatdeploy.export.saturation import write_saturation_probe
-from fatdeploy.runtimes.gate import check_rows, checked_on
+from fatdeploy.runtimes.gate import check_rows, checked_on, row_kind
 from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.runtimes.text import Tokenizer
 from fatdeploy.spec import ModelSpec
@@ -39,7 +42,6 @@ from fatdeploy.tables import aligned
 Integers = Literal["int8", "int4"]
 Graphs = Mapping[str, Path]
 
-OUTPUT = "output"
 # Bits of a signed 8-bit weight that may be used: where two products are added in 16 bits, all eight overflow.
 WEIGHT_BITS: dict[CpuClass, WeightBits] = {"any": 7, "x86-avx2": 7, "x86-vnni": 8, "arm64": 8}
 # A range that adds so much noise, and so many times that of a scale for each row, does not serve a matrix.
@@ -49,9 +51,14 @@ HIGHER: dict[MatrixPrecision, MatrixPrecision] = {"int4": "int8", "int8": "fp32"
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What was asked of a quantization; ``of`` are precisions of single matrices, by name or pattern."""
+    """What was asked of a quantization; ``of`` are precisions of single matrices, by name or pattern.
+
+    ``activations`` and ``ranges`` are for graphs of standard ops: what integers are multiplied with, and how far.
+    """
 
     precision: Integers
+    activations: Literal["int8", "float"] = "int8"
+    ranges: RangeMethod = "percentile"
     cpu: CpuClass = "any"
     of: Mapping[str, MatrixPrecision] = field(default_factory=dict)
     recover: bool = False
@@ -85,6 +92,24 @@ class Judged:
             "gate": {**gate, "row_difference": self.row_difference},
             "checked_on": [checked_on(self.judgement.agreement.share)],
         }
+
+
+def check_asked(asked: Asked, dialect: Dialect) -> None:
+    """Raise, with all reasons, for what graphs of a dialect cannot have."""
+    if dialect == "ort":
+        reasons = [
+            f"{name} is for graphs of standard ops (--target tensorrt, tensorrt-rtx or onnx)"
+            for name, given in (
+                ("--activations float", asked.activations != "int8"),
+                ("--ranges min-max", asked.ranges != Asked.ranges),
+            )
+            if given
+        ]
+    else:
+        wanted = {asked.precision, *asked.of.values()}
+        reasons = ["int4 is for --target ort-cpu: other targets have no such ops"] if "int4" in wanted else []
+    if reasons:
+        raise ConfigError(in_one_line("the model cannot be quantized so", reasons))
 
 
 def matrices_of(graphs: Graphs, spec: ModelSpec) -> list[Matrix]:
@@ -140,6 +165,7 @@ class Quantizer:
         stage: Callable[[str], None],
     ) -> None:
         self.model, self.graphs, self.manifest, self.asked, self.stage = model, graphs, manifest, asked, stage
+        self._standard = manifest.dialect == "standard"
         self.matrices = matrices_of(graphs, model.spec)
         self.precisions = precisions_of(self.matrices, asked)
         self._calibration = calibration
@@ -169,7 +195,7 @@ class Quantizer:
         quantization = self._write(folder, precisions)
         engine = OrtEngine(_as_bundle(folder, self.manifest, quantization), spinning=False)
         try:
-            apart = check_rows(engine, self.gate.material, self.asked.precision)
+            apart = check_rows(engine, self.gate.material, row_kind(self.asked.precision, quantization))
             return Judged(self.gate.judged(engine), quantization, (), apart)
         finally:
             engine.close()
@@ -178,10 +204,12 @@ class Quantizer:
         """Write the quantized graphs and their weights, and say how."""
         self.stage("quantizing")
         recipes = {one.name: self._recipe(one, precisions[one.name]) for one in self.matrices}
-        bits = WEIGHT_BITS[self.asked.cpu]
+        # Weights that floats are multiplied with are never added up as integers.
+        bits: WeightBits = 8 if self.asked.activations == "float" else WEIGHT_BITS[self.asked.cpu]
+        rewritten = with_scales if self._standard else quantized
         with tempfile.TemporaryDirectory(dir=folder.parent) as work:
             new = {
-                part: quantized(
+                part: rewritten(
                     path,
                     Path(work) / part,
                     Recipe(
@@ -196,18 +224,28 @@ class Quantizer:
             self.weights = write_graphs(new, folder)
             self.histograms = {part: op_histogram(path) for part, path in new.items()}
         write_saturation_probe(folder / SATURATION, bits)
-        said = {name: _described(recipe) for name, recipe in recipes.items()} | {EMBEDDING: precisions[EMBEDDING]}
+        said = {name: self._described(recipe) for name, recipe in recipes.items()} | {EMBEDDING: precisions[EMBEDDING]}
         return Quantization(self.asked.cpu, bits, said, enforced=False)
 
     def _recipe(self, matrix: Matrix, precision: MatrixPrecision) -> MatrixRecipe:
-        if precision != "int8":
+        if precision != "int8" or self.asked.activations == "float":
             return MatrixRecipe(precision)
-        values = self._activations()[matrix.part][matrix.activation].values
+        seen = self._activations()[matrix.part][matrix.activation]
+        values = seen.values
         if not values.size:  # a branch that calibration never took
             return MatrixRecipe("int8", None)
+        if self._standard:
+            return MatrixRecipe("int8", symmetric_range(values, (seen.low, seen.high), self.asked.ranges))
         chosen, noise = best_range(values)
         serves = noise <= MOST_NOISE or noise <= MOST_TIMES_ROWS * row_noise(values)
         return MatrixRecipe("int8", chosen if serves else None)
+
+    def _described(self, recipe: MatrixRecipe) -> str:
+        if recipe.precision != "int8":
+            return recipe.precision
+        if recipe.activations is None:
+            return WEIGHTS_ALONE if self._standard else "int8 by row"
+        return "int8 static"
 
     def _activations(self) -> dict[str, dict[str, Seen]]:
         if self._seen is None:
@@ -219,7 +257,7 @@ class Quantizer:
                     material.source, material.mask, material.tokens, material.lengths, strict=True
                 )
             ]
-            self._seen = activations_of(dict(self.graphs), self.model.spec, said)
+            self._seen = activations_of(dict(self.graphs), self.model.spec, said, branches=not self._standard)
         return self._seen
 
     def _by_sensitivity(self) -> list[tuple[str, float]]:
@@ -284,12 +322,6 @@ class Quantizer:
             "it brings, worst first:",
             table=aligned([(name, f"{error:.1e}") for name, error in order], indent=2),
         )
-
-
-def _described(recipe: MatrixRecipe) -> str:
-    if recipe.precision == "int8":
-        return "int8 by row" if recipe.activations is None else "int8 static"
-    return recipe.precision
 
 
 def _as_bundle(folder: Path, manifest: Manifest, quantization: Quantization) -> Bundle:

@@ -207,6 +207,7 @@ def _engine(bundle: Bundle, part: Part, plan: Plan) -> Any:
     network = parsed(module, builder, logger, bundle.file(GRAPHS[part]))
     check_network(network, bundle.spec, part)
     config = builder.create_builder_config()
+    config.clear_flag(module.BuilderFlag.TF32)  # fp32 means fp32: rounded products choose other tokens
     config.profiling_verbosity = module.ProfilingVerbosity.DETAILED  # for the report of layers
     for profile in plan.profiles:
         shapes = shapes_by_input(bundle.spec, part, profile)

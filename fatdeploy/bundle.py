@@ -30,6 +30,7 @@ TOKENIZER, PARITY, PROBES = "tokenizer.json", "parity.json", "probes.npz"
 GATE, SATURATION = "gate.npz", "saturation.onnx"
 # Among the matrices of a Quantization: the table that tokens are looked up in, which may be one of the others.
 EMBEDDING = "embedding"
+WEIGHTS_ALONE = "int8 weights"  # how a matrix of integers is described that floats are multiplied with
 REQUIRED = (ENCODER, DECODER, WEIGHTS)  # unless both parts have plans: these are built from them on the device
 
 _LARGEST_MANIFEST = 16 << 20
@@ -97,14 +98,21 @@ class OutputMatrix:
 class Quantization:
     """How the matrices of a bundle became integers.
 
-    ``matrices`` says of each how: ``int8 static``, ``int8 by row``, ``int4``, ``fp32``. ``weight_bits`` are those
-    of 8-bit weights that are used: 7 of them cannot saturate on any CPU. ``enforced`` is whether a bar had to be met.
+    ``matrices`` says of each how: ``int8 static``, ``int8 by row``, ``int8 weights`` (activations stay floats),
+    ``int4``, ``fp32``. ``weight_bits`` are those of 8-bit weights that are used: 7 of them cannot saturate on any CPU.
+    ``enforced`` is whether a bar had to be met.
     """
 
     cpu: CpuClass
     weight_bits: Literal[7, 8]
     matrices: dict[str, str]
     enforced: bool
+
+    @property
+    def weights_alone(self) -> bool:
+        """Whether no activation becomes integers, so that no integers are multiplied."""
+        kinds = {kind for name, kind in self.matrices.items() if name != EMBEDDING}
+        return WEIGHTS_ALONE in kinds and kinds <= {WEIGHTS_ALONE, "fp32"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fatdeploy.bundle import GATE, PARITY, Bundle, CpuClass, write_manifest
+from fatdeploy.bundle import GATE, PARITY, WEIGHTS_ALONE, Bundle, CpuClass, Quantization, write_manifest
 from fatdeploy.errors import BundleError, ParityFailed
 from fatdeploy.folders import replaced_folder
 from fatdeploy.machine import Machine, this_machine
@@ -25,7 +25,7 @@ BATCH = 32
 # Sources whose logits in a batch are compared with those that they get alone.
 ALONE = 8
 # How far they may be apart, as a part of the largest logit. Integers are summed exactly; 4-bit blocks are not.
-ROW_BOUNDS = {"int8": 0.0, "int4": 2e-6, "fp16": 2e-3, "bf16": 2e-2}
+ROW_BOUNDS = {"int8": 0.0, "int4": 2e-6, WEIGHTS_ALONE: 2e-6, "fp16": 2e-3, "bf16": 2e-2}
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,11 @@ def _same_sequences(engine: Engine[State], batch: Material) -> int:
     return sum(list(one.tokens) == said for one, said in zip(found, batch.said(engine.spec), strict=True))
 
 
+def row_kind(precision: str, quantization: Quantization | None) -> str:
+    """Return by which bound rows of a bundle are compared; floats are not summed exactly, whatever weights are."""
+    return WEIGHTS_ALONE if quantization is not None and quantization.weights_alone else precision
+
+
 def check_rows(engine: Engine[State], material: Material, precision: str) -> float:
     """Return how far a row of a batch is from the same row alone; more than its precision allows is ParityFailed."""
     bound, largest = ROW_BOUNDS[precision], 0.0
@@ -246,7 +251,7 @@ def verified_quantized(engine: Engine[State], bundle: Bundle, certificate: dict[
             f"{bundle.path / PARITY} says nothing of the gate ({error}); export the bundle again"
         ) from error
     material = read_material(bundle)
-    apart = check_rows(engine, material, bundle.manifest.precision)
+    apart = check_rows(engine, material, row_kind(bundle.manifest.precision, bundle.manifest.quantization))
     found = agreement_of(engine, material)
     if enforced and not found.share >= bar:
         raise ParityFailed(

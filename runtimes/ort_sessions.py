@@ -223,6 +223,8 @@ def _session_options(ort: Any, options: OrtOptions, name: str) -> Any:
     if options.threads is not None:
         chosen.intra_op_num_threads = options.threads
     chosen.add_session_config_entry("session.intra_op.allow_spinning", "1" if options.spinning else "0")
+    # Floats that multiply 8-bit weights would be rounded to integers as well, and nobody asked for that (1.31).
+    chosen.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     if options.profile is not None:
         chosen.enable_profiling = True
         chosen.profile_file_prefix = str(options.profile / name)

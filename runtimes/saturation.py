@@ -17,7 +17,7 @@ ROWS = (1, 9)
 def check_saturation(ort: Any, bundle: Bundle) -> None:
     """Raise if the weights of a quantized bundle are too large for this CPU; a few milliseconds."""
     quantization = bundle.manifest.quantization
-    if quantization is None:
+    if quantization is None or quantization.weights_alone:
         return
     limit = 2 ** (quantization.weight_bits - 1) - 1
     for width, found in _sums(ort, bundle):

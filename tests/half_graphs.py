@@ -57,6 +57,7 @@ def ran(graph: Path, **inputs: Any) -> list[np.ndarray]:
     """Return the outputs of a graph."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # as the engine's
     session = onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
     found: list[np.ndarray] = session.run(None, inputs)
     return found

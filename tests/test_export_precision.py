@@ -40,6 +40,8 @@ PLAIN: dict[str, Any] = {
     "recover": False,
     "min_agreement": 0.99,
     "max_loss": 0.3,
+    "activations": "int8",
+    "ranges": "percentile",
 }
 
 
@@ -304,9 +306,11 @@ def test_sources_that_the_model_cannot_read_are_told_before_anything_is_traced(c
     assert "sources.txt: 1 of 2 lines cannot be used: source ids must lie in 0…63, found 99 at line 2; " in line
 
 
-def test_graphs_of_standard_ops_have_no_integers(tmp_path: Path) -> None:
-    line = refused(TINY, "--out", tmp_path / "out", "--precision", "int8", "--target", "onnx")
-    assert line == "Error: int8 and int4 are for --target ort-cpu: other targets have no such ops"
+def test_graphs_of_standard_ops_have_no_4_bit_integers(tmp_path: Path) -> None:
+    line = refused(TINY, "--out", tmp_path / "out", "--precision", "int4", "--target", "onnx")
+    assert line == (
+        "Error: the model cannot be quantized so: int4 is for --target ort-cpu: other targets have no such ops"
+    )
 
 
 def test_fp32_has_nothing_to_choose(tmp_path: Path) -> None:
@@ -349,8 +353,11 @@ def test_all_that_is_useless_in_fp32_is_told_at_once() -> None:
         "recover": True,
         "min_agreement": 0.9,
         "max_loss": 1.0,
+        "activations": "float",
+        "ranges": "min-max",
     }
     names = ("--precision-of", "--calibration", "--probes", "--recover", "--cpu", "--min-agreement", "--max-loss")
+    names += ("--activations", "--ranges")
     with pytest.raises(ConfigError, match=f": {'; '.join(f'{name} is for integers' for name in names)}$"):
         asked_of({**PLAIN, **given})
 

@@ -1,0 +1,160 @@
+"""Integers in standard ops: what onnxruntime makes of them, that TensorRT-RTX builds them, and what is refused."""
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from fatdeploy.bundle import DECODER, EMBEDDING, ENCODER, PARITY, WEIGHTS, Bundle, Quantization
+from fatdeploy.cli import main
+from fatdeploy.errors import ConfigError
+from fatdeploy.export.contract import flat_model
+from fatdeploy.export.examples import random_examples
+from fatdeploy.export.integers import columns_from_matrix
+from fatdeploy.export.pipeline import Origin, Plain, write_quantized
+from fatdeploy.export.precision import Asked, check_asked
+from fatdeploy.export.qdq import symmetric_range, with_scales
+from fatdeploy.export.quantize import MatrixRecipe, Recipe
+from fatdeploy.export.trt_build import Asked as Engines
+from fatdeploy.export.trt_build import build_engines
+from fatdeploy.runtimes.decode import decode
+from fatdeploy.runtimes.gate import row_kind, verified_quantized
+from fatdeploy.runtimes.options import DecodeOptions
+from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.runtimes.output_matrix import stored_output_rows
+from tests.bundles import bundle_of, model_of, shared_bundle
+from tests.half_graphs import node, ops, ran, written
+
+Kind = Literal["int8", "float"]
+
+
+@cache
+def quantized_of(preset: str, activations: Kind) -> Bundle:
+    """Return a preset in standard ops with bytes for matrices; nothing is traced again."""
+    plain, flat = bundle_of(preset, "standard"), flat_model(model_of(preset))
+    graphs = {part: plain.path / part for part in (ENCODER, DECODER)}
+    examples = random_examples(flat.spec, 0), random_examples(flat.spec, 1)[:12]
+
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        origin = Origin(name=preset, random=True)
+        model = Plain(flat, origin, "standard", traced={}, graphs=graphs, stage=lambda _: None)
+        write_quantized(model, plain, folder, Asked(precision="int8", activations=activations), *examples)
+
+    return shared_bundle(f"{preset}-qdq-{activations}", write)
+
+
+KINDS: list[tuple[Kind, str, float]] = [("int8", "int8 static", 0.0), ("float", "int8 weights", 2e-6)]
+
+
+@pytest.mark.parametrize(("activations", "described", "bound"), KINDS)
+def test_the_gate_judges_standard_graphs_and_a_batch_is_its_rows(
+    activations: Kind, described: str, bound: float
+) -> None:
+    bundle = quantized_of("transformer-tiny", activations)
+    manifest = bundle.manifest
+    assert (manifest.precision, manifest.dialect) == ("int8", "standard")
+    assert manifest.quantization is not None
+    kinds = {name: kind for name, kind in manifest.quantization.matrices.items() if name != EMBEDDING}
+    assert set(kinds.values()) == {described}
+    assert "output" in kinds
+    assert manifest.quantization.weight_bits == (7 if activations == "int8" else 8)
+    gate = json.loads(bundle.file(PARITY).read_text())["gate"]
+    assert gate["agreement"]["share"] > 0.9
+    assert gate["row_difference"] <= bound
+    found = verified_quantized(OrtEngine(bundle, threads=1), bundle, {"gate": gate})
+    assert found["share"] == gate["agreement"]["share"]
+    histogram = manifest.histograms[DECODER]["quantized"]
+    # Six matrices a layer, the output's and the embedding; the activations of int8 beside.
+    assert (histogram["DequantizeLinear"] == 14) == (activations == "float")
+    assert ("QuantizeLinear" in histogram) == (activations == "int8")
+    assert manifest.files[WEIGHTS].size < 0.5 * bundle_of("transformer-tiny", "standard").manifest.files[WEIGHTS].size
+
+
+@pytest.mark.parametrize("activations", ["int8", "float"])
+def test_beams_in_a_batch_are_those_of_each_source_alone(activations: Kind) -> None:
+    engine = OrtEngine(quantized_of("transformer-tiny", activations), threads=1)
+    sources = [[5, 6, 7, 8, 9], [20, 21], [33]]
+    options = DecodeOptions(num_beams=3, max_new_tokens=8)
+    together = decode(engine, sources, options)
+    assert [one.tokens for one in together] == [decode(engine, [one], options)[0].tokens for one in sources]
+
+
+def test_rows_of_the_output_matrix_are_those_of_its_bytes() -> None:
+    matrix = model_of("transformer-tiny").output.weight.detach().numpy()
+    columns = columns_from_matrix(np.ascontiguousarray(matrix.T), 7)
+    found = stored_output_rows(quantized_of("transformer-tiny", "int8"), np.array([3, 9]))
+    np.testing.assert_array_equal(found, columns.restored().T[[3, 9]])
+
+
+@pytest.mark.parametrize("activations", ["int8", "float"])
+def test_engines_are_built_of_it(activations: Kind, tmp_path: Path) -> None:
+    bundle = quantized_of("transformer-tiny", activations)
+    folder = Path(shutil.copytree(bundle.path, tmp_path / "copy"))
+    after = build_engines(
+        folder, Engines(flavour="tensorrt-rtx", capabilities=("8.6", "8.9", "12.0")), stage=lambda _: None
+    )
+    assert [one.part for one in after.manifest.plans] == ["encoder", "decoder"]
+    log = (folder / after.manifest.plans[1].file).with_suffix(".log").read_text()
+    assert "DequantizeLinear" in log
+    assert after.manifest.quantization == bundle.manifest.quantization
+
+
+def test_numbers_are_those_of_bytes_and_their_scales(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    matrix, x = draw.standard_normal((32, 64), np.float32), draw.standard_normal((3, 32), np.float32)
+    graph = written(
+        tmp_path / "graph.onnx",
+        [node("MatMul", "x matrix", "y")],
+        {"x": ("float32", ["n", 32])},
+        {"y": ("float32", ["n", 64])},
+        {"matrix": matrix},
+    )
+    chosen = symmetric_range(x, (float(x.min()), float(x.max())), "min-max")
+    columns = columns_from_matrix(matrix, 8)
+    for activations, expected in ((None, x), (chosen, chosen.restored(x))):
+        recipe = Recipe({"part": MatrixRecipe("int8", activations)}, 99, bits=8)
+        result = with_scales(graph, tmp_path / "quantized.onnx", recipe)
+        np.testing.assert_allclose(ran(result, x=x)[0], expected @ columns.restored(), rtol=1e-4, atol=1e-4)
+        rounding = [] if activations is None else ["QuantizeLinear", "DequantizeLinear"]
+        assert ops(result) == ["DequantizeLinear", *rounding, "MatMul"]
+
+
+def test_a_range_holds_all_or_nearly_all_of_an_activation() -> None:
+    values = np.append(np.linspace(-1, 1, 100_000, dtype=np.float32), np.float32(40))[:, None]
+    whole = symmetric_range(values, (-1.0, 50.0), "min-max")
+    assert (whole.scale, whole.zero) == (pytest.approx(50 / 127), 128)
+    cut = symmetric_range(values, (-1.0, 50.0), "percentile")
+    assert cut.scale == pytest.approx(1 / 127, rel=1e-3)
+    assert symmetric_range(np.zeros((4, 1), np.float32), (0.0, 0.0), "percentile").scale == 1.0
+    np.testing.assert_allclose(whole.restored(np.array([50.0, 0.0, -50.0], np.float32)), [50, 0, -50], rtol=1e-6)
+
+
+def test_weights_alone_are_told_apart() -> None:
+    def of(**matrices: str) -> Quantization:
+        return Quantization("any", 8, matrices, enforced=False)
+
+    assert of(a="int8 weights", b="fp32", embedding="int8").weights_alone
+    assert not of(a="int8 weights", b="int8 static").weights_alone
+    assert not of(a="fp32", embedding="int8").weights_alone
+    assert row_kind("int8", of(a="int8 weights")) == "int8 weights"
+    assert row_kind("int8", of(a="int8 static")) == "int8"
+    assert row_kind("fp16", None) == "fp16"
+
+
+def test_what_a_dialect_does_not_have_is_refused_together(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--activations float is for graphs .*; --ranges min-max is for graphs"):
+        check_asked(Asked(precision="int8", activations="float", ranges="min-max"), "ort")
+    with pytest.raises(ConfigError, match="int4 is for --target ort-cpu"):
+        check_asked(Asked(precision="int8", of={"output": "int4"}), "standard")
+    check_asked(Asked(precision="int8", activations="float"), "standard")
+    run = CliRunner().invoke(
+        main, ["export", "fat-tiny", "--out", str(tmp_path / "x"), "--activations", "float", "--ranges", "min-max"]
+    )
+    assert "nothing is quantized in fp32" in run.stderr
+    assert "--activations is for integers; --ranges is for integers" in run.stderr
