@@ -70,7 +70,7 @@ def _shared(
     def write(folder: Path) -> None:
         folder.mkdir()
         graphs = {part: plain.path / part for part in (ENCODER, DECODER)}
-        model = Plain(flat, origin, "ort", traced={}, graphs=graphs, stage=lambda _: None)
+        model = Plain(flat, origin, "ort", "ort-cpu", traced={}, graphs=graphs, stage=lambda _: None)
         write_quantized(model, plain, folder, asked, *examples)
 
     return shared_bundle(f"{origin.name}-{asked.precision}", write)

@@ -43,7 +43,7 @@ def quantized_of(preset: str, activations: Kind) -> Bundle:
     def write(folder: Path) -> None:
         folder.mkdir()
         origin = Origin(name=preset, random=True)
-        model = Plain(flat, origin, "standard", traced={}, graphs=graphs, stage=lambda _: None)
+        model = Plain(flat, origin, "standard", "onnx", traced={}, graphs=graphs, stage=lambda _: None)
         write_quantized(model, plain, folder, Asked(precision="int8", activations=activations), *examples)
 
     return shared_bundle(f"{preset}-qdq-{activations}", write)
