@@ -40,7 +40,7 @@ class Stopwatch(Protocol):
         ...
 
     def seconds(self) -> list[float]:
-        """Return the seconds from each mark to the next, when the last has passed, and forget them all."""
+        """Return the seconds of the device's work from each mark to the next, when all is done, and forget them."""
         ...
 
 

@@ -159,6 +159,9 @@ class CudaDevice:
     def event(self) -> "CudaEvent":
         return CudaEvent(self, self.called("cudaEventCreateWithFlags", self._cuda.cudaEventDisableTiming))
 
+    def timed_event(self) -> "CudaTimedEvent":
+        return CudaTimedEvent(self, self.called("cudaEventCreate"))
+
     def load(self, path: Path, record: PlanRecord) -> CudaPlan:
         return CudaPlan(self, self._tensorrt, self._runtime, self._errors, path, record)
 
@@ -205,6 +208,13 @@ class CudaEvent:
 
     def close(self) -> None:
         self._device.tidied("cudaEventDestroy", self._event)
+
+
+class CudaTimedEvent(CudaEvent):
+    """An event of CUDA that measures time."""
+
+    def seconds_since(self, earlier: "CudaTimedEvent") -> float:
+        return float(self._device.called("cudaEventElapsedTime", earlier._event, self._event)) / 1e3
 
 
 class CudaGraph:

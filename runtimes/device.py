@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +58,14 @@ class Event(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class TimedEvent(Event, Protocol):
+    """An event that knows when it was passed."""
+
+    def seconds_since(self, earlier: Any) -> float:
+        """Return the time between two that were passed."""
+        ...
 
 
 class Graph(Protocol):
@@ -142,6 +150,8 @@ class Device(Protocol):
     def zero(self, address: int, n_bytes: int) -> None: ...
 
     def event(self) -> Event: ...
+
+    def timed_event(self) -> TimedEvent: ...
 
     def load(self, path: Path, record: PlanRecord) -> Plan:
         """Return a plan of a file; one that is damaged is a BundleError."""

@@ -1,7 +1,7 @@
 """TensorRT: caches in place on the device, steps recorded and replayed; only ids and what is wanted cross the bus."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, TypeVar
@@ -31,6 +31,7 @@ from fatdeploy.runtimes.engine import (
 from fatdeploy.runtimes.output_matrix import stored_output_rows
 from fatdeploy.runtimes.trt_binding import bound_encoder, bound_step, results_of
 from fatdeploy.runtimes.trt_calls import Call
+from fatdeploy.runtimes.trt_clock import DeviceClock
 from fatdeploy.runtimes.trt_memory import Held, HeldPool, HeldShape
 from fatdeploy.runtimes.trt_plans import Opened, opened_plans
 from fatdeploy.runtimes.trt_profiles import (
@@ -86,6 +87,7 @@ class TrtEngine:
         self._lock = Lock()  # of those who ask the device for something
         self._all: list[Held] = []
         self._closed = False
+        self._clock: DeviceClock | None = None
         inputs = self.spec.decoder_inputs(branches=False)
         sources = (*self.spec.encoder_inputs(), *self.spec.encoder_outputs())
         self._read = [one.name for one in sources if one in inputs]
@@ -143,7 +145,8 @@ class TrtEngine:
                 fed[: state.rows], fed[state.rows :] = tokens, self.spec.pad_id
                 if self.spec.position.name in call.inputs:
                     call.inputs[self.spec.position.name][...] = state.position
-                call.run(state.n_steps % held.n_sets, results)
+                with nullcontext() if self._clock is None else self._clock.timed():
+                    call.run(state.n_steps % held.n_sets, results)
                 held.event.record()
             held.event.wait()
         state.position += tokens.shape[1]
@@ -167,6 +170,11 @@ class TrtEngine:
             state.lengths = state.lengths[kept]
         state.rows, state.batch = len(rows), len(kept)
         state.device_batch = self._device_batch(state, held, each)
+
+    def stopwatch(self) -> DeviceClock:
+        """Return a clock of the device that times every step from now on; for one thread that measures."""
+        self._clock = DeviceClock(self._device)
+        return self._clock
 
     def most_sources(self, length: int, rows_per_source: int) -> int:
         """Return how many sources of at most some length the profiles take at once; 0 if none."""
@@ -196,6 +204,8 @@ class TrtEngine:
             if self._closed:
                 return
             self._closed = True
+        if self._clock is not None:
+            self._clock.close()
         for held in self._all:
             with held.busy:  # whoever waits for a result gets it
                 held.close()

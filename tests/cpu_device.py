@@ -83,7 +83,7 @@ class CpuDevice:
         self.limit: int | None = None  # bytes that there are
         self.fail_execution = False
         self.memory: dict[int, np.ndarray] = {}
-        self.n_allocated = self.n_pinned = self.pinned_now = self.n_captured = self.n_launched = 0
+        self.n_allocated = self.n_pinned = self.pinned_now = self.n_captured = self.n_launched = self.n_run = 0
         self.open: set[object] = set()  # contexts, graphs, events and plans
         self.uploaded = self.downloaded = 0  # bytes
         self.moved: list[tuple[int, int, Strips]] = []
@@ -174,6 +174,9 @@ class CpuDevice:
     def event(self) -> "Opened":
         return Opened(self)
 
+    def timed_event(self) -> "Timed":
+        return Timed(self)
+
     def load(self, path: Path, record: PlanRecord) -> "CpuPlan":
         content = path.read_bytes()
         if content != MAGIC + record.part.encode():
@@ -217,6 +220,20 @@ class Opened:
 
     def close(self) -> None:
         self.device.open.remove(self)
+
+
+class Timed(Opened):
+    """An event whose clock ticks once for each run of a plan."""
+
+    passed = -1
+
+    def record(self) -> None:
+        super().record()
+        self.passed = self.device.n_run
+
+    def seconds_since(self, earlier: "Timed") -> float:
+        assert min(self.passed, earlier.passed) >= 0
+        return float(self.passed - earlier.passed)
 
 
 class CpuGraph(Opened):
@@ -296,6 +313,7 @@ class CpuContext(Opened):
         self.device.do(lambda: self._run(bound))
 
     def _run(self, bound: dict[str, tuple[Shape, int]]) -> None:
+        self.device.n_run += 1
         binding = self.plan.session.io_binding()
         for one in self.plan.tensors:
             shape, address = bound[one.name]

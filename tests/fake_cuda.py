@@ -16,7 +16,7 @@ import numpy as np
 
 from fatdeploy.errors import DeviceFailed, OutOfDeviceMemory
 from fatdeploy.runtimes.device import Bytes, Strips
-from tests.cpu_device import MAGIC, CpuContext, CpuDevice, CpuPlan, Opened
+from tests.cpu_device import MAGIC, CpuContext, CpuDevice, CpuPlan, Opened, Timed
 
 
 class cudaError_t(IntEnum):
@@ -117,6 +117,12 @@ class FakeCuda:
 
     def cudaEventCreateWithFlags(self, flags: int) -> tuple[Any, ...]:
         return (*OK, Opened(self.device))
+
+    def cudaEventCreate(self) -> tuple[Any, ...]:
+        return (*OK, Timed(self.device))
+
+    def cudaEventElapsedTime(self, begun: Timed, ended: Timed) -> tuple[Any, ...]:
+        return (*OK, 1e3 * ended.seconds_since(begun))
 
     def cudaEventRecord(self, event: Opened, stream: int) -> tuple[Any, ...]:
         event.record()

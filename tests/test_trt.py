@@ -17,6 +17,7 @@ from fatdeploy.bundle import PROBES, write_manifest
 from fatdeploy.errors import SpecMismatch
 from fatdeploy.export.trt_build import Asked, build_engines
 from fatdeploy.plans import Profile, SizeRange
+from fatdeploy.runtimes.bench_timing import stopwatch_of, timed_decode
 from fatdeploy.runtimes.decode import decode
 from fatdeploy.runtimes.device import Here, Strips
 from fatdeploy.runtimes.engine import Capacity, Want
@@ -368,3 +369,15 @@ def test_who_waits_for_a_result_gets_it_before_the_memory_is_freed(monkeypatch: 
         assert np.isfinite(stepping.result(10)[0]).all()
         closing.result(10)
     assert device.leaked == 0
+
+
+def test_the_device_s_clock_times_the_work_of_each_step_recorded_or_not() -> None:
+    engine, device = started()
+    clock = stopwatch_of(engine)
+    assert clock is not None
+    for _ in range(2):
+        times, _ = timed_decode(engine, [np.array(SOURCE[0])], DecodeOptions(max_new_tokens=5), clock)
+        # The test device's clock ticks once a run: the encoder's came before the first mark.
+        assert times.device_steps == (1.0,) * len(times.steps)
+    engine.close()
+    assert not device.open
