@@ -1,17 +1,15 @@
 """Which engine runs a bundle: its target says so, here and nowhere else."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from fatdeploy.bundle import Bundle, Target
 from fatdeploy.errors import ConfigError
 from fatdeploy.plans import Flavour
 from fatdeploy.runtimes.batching import MostSources
-from fatdeploy.runtimes.cuda_device import opened_device
 from fatdeploy.runtimes.engine import Engine
 from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.runtimes.ort_sessions import Provider, providers_of
-from fatdeploy.runtimes.trt import TrtEngine
 
 # Targets that have plans, and the package that runs them; the others are onnxruntime's.
 PLANNED: dict[Target, Flavour] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt-rtx"}
@@ -39,12 +37,25 @@ def opened_engine(
         bundle,
         {"threads": threads is not None, "spinning": spinning is not True, "providers": bool(providers)},
     )
+    # Here, so that a device without a GPU loads none of it.
+    from fatdeploy.runtimes.cuda_device import opened_device
+    from fatdeploy.runtimes.trt import TrtEngine
+
     return TrtEngine(bundle, opened_device(flavour), capture=cuda_graphs)
+
+
+@runtime_checkable
+class Limited(Protocol):
+    """An engine that takes only so many sources at once."""
+
+    def most_sources(self, length: int, rows_per_source: int) -> int:
+        """Return how many of at most some length."""
+        ...
 
 
 def most_sources_of(engine: Engine[Any]) -> MostSources | None:
     """Return how many sources an engine takes at once, if it takes only so many."""
-    return engine.most_sources if isinstance(engine, TrtEngine) else None
+    return engine.most_sources if isinstance(engine, Limited) else None
 
 
 def _check_unused(bundle: Bundle, given: dict[str, bool]) -> None:

@@ -132,3 +132,12 @@ def test_the_help_and_the_doctor_run_where_numpy_cannot_be_imported(arguments: l
     )
     assert "Traceback" not in run.stderr
     assert ("Usage:" if "--help" in arguments else "Packages") in run.stdout
+
+
+def test_an_application_on_a_cpu_loads_nothing_of_tensorrt() -> None:
+    kinds = "('fatdeploy.runtimes.trt', 'fatdeploy.runtimes.cuda_device', 'tensorrt', 'cuda.')"
+    code = (
+        f"import sys; import fatdeploy.runtimes.model; print([one for one in sys.modules if one.startswith({kinds})])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
