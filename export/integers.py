@@ -20,8 +20,8 @@ MOST_TRIED = 2**18
 # by 2e-6, which the rounding of the next activations makes 4e-2 (x86 with AVX-512, onnxruntime 1.31).
 BLOCK_SIZES = (16, 32)
 # Of blocks of 4 bits: what loses less and costs more must lose no more than this share of the other's squares to be
-# taken. Zero points cost a hundredth of a step's time. Blocks of 16 instead of 32 cost two fifths of it (batch 1 of
-# transformer-base) and a fifth of the bytes, and lose about a quarter less wherever no single weight stands out.
+# taken. Zero points cost next to nothing. Blocks of 16 instead of 32 cost two fifths more of a step's time (batch 1 of
+# transformer-base) and a fifth more bytes, and lose about a quarter less wherever no single weight stands out.
 WORTH_ZEROS, WORTH_SMALLER = 0.9, 0.6
 
 
