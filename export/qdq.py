@@ -9,10 +9,10 @@ import onnx
 from onnx import helper
 
 from fatdeploy.errors import ExportFailed
-from fatdeploy.export.graph_files import hold, move_weights_out, read_structure, tensor_data, write_structure
+from fatdeploy.export.graph_files import read_structure
 from fatdeploy.export.integers import Floats, Range, columns_from_matrix
-from fatdeploy.export.matrices import Product, Scope, constant_array, lookups_of, products_of, tensor_from_array
-from fatdeploy.export.quantize import Recipe
+from fatdeploy.export.matrices import Product, Scope, constant_array, lookups_of, tensor_from_array
+from fatdeploy.export.quantize import Recipe, products_by_name, written_elsewhere
 
 RangeMethod = Literal["min-max", "percentile"]
 # Of the sizes of an activation: what lies beyond is cut off, so that all others get finer steps.
@@ -31,10 +31,7 @@ def symmetric_range(values: Floats, ends: tuple[float, float], method: RangeMeth
 def with_scales(graph: Path, result: Path, recipe: Recipe) -> Path:
     """Write a graph whose matrices are bytes with scales; without a range, activations stay floats. Return its path."""
     model = read_structure(graph)
-    products = {one.name: one for one in products_of(model.graph)}
-    unknown = [name for name in recipe.matrices if name not in products]
-    if unknown:
-        raise ExportFailed(f"{graph.name} has no matrices {unknown}, only {list(products)}")
+    products = products_by_name(model, graph, recipe)
     rewrite = _Rewrite(model.graph, graph.parent, recipe)
     for name, one in recipe.matrices.items():
         if one.precision == "int8":
@@ -44,11 +41,7 @@ def with_scales(graph: Path, result: Path, recipe: Recipe) -> Path:
     if recipe.embedding == "int8":
         rewrite.replace_lookups()
     rewrite.drop_unread()
-    for tensor in model.graph.initializer:
-        hold(tensor, tensor_data(tensor, graph.parent))  # it will be written elsewhere
-    move_weights_out(model, result)
-    write_structure(model, result)
-    return result
+    return written_elsewhere(model, graph, result)
 
 
 @dataclass

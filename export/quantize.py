@@ -66,17 +66,28 @@ class Recipe:
 def quantized(graph: Path, result: Path, recipe: Recipe) -> Path:
     """Write a graph whose matrices are stored as the recipe says; return its path."""
     model = read_structure(graph)
-    products = {one.name: one for one in products_of(model.graph)}
-    unknown = [name for name in recipe.matrices if name not in products]
-    if unknown:
-        raise ExportFailed(f"{graph.name} has no matrices {unknown}, only {list(products)}")
+    products = products_by_name(model, graph, recipe)
     rewrite = _Rewrite(recipe, graph.parent)
     for name, one in recipe.matrices.items():
         if one.precision != "fp32":
             rewrite.replace(products[name], one)
     rewrite.finish(model)
+    return written_elsewhere(model, graph, result)
+
+
+def products_by_name(model: onnx.ModelProto, graph: Path, recipe: Recipe) -> dict[str, Product]:
+    """Return the products of a graph; a recipe for matrices that it does not have is refused."""
+    products = {one.name: one for one in products_of(model.graph)}
+    unknown = [name for name in recipe.matrices if name not in products]
+    if unknown:
+        raise ExportFailed(f"{graph.name} has no matrices {unknown}, only {list(products)}")
+    return products
+
+
+def written_elsewhere(model: onnx.ModelProto, graph: Path, result: Path) -> Path:
+    """Write what was made of a graph, with weights of its own; return its path."""
     for tensor in (one for part in graphs_of(model.graph) for one in part.initializer):
-        hold(tensor, tensor_data(tensor, graph.parent))  # it will be written elsewhere
+        hold(tensor, tensor_data(tensor, graph.parent))
     move_weights_out(model, result)
     write_structure(model, result)
     return result
