@@ -101,6 +101,7 @@ class _Rewrite:
     folder: Path
     stored: dict[str, Columns | Blocks] = field(default_factory=dict)  # by the constant's name
     bytes_of: dict[tuple[int, str, Range], str] = field(default_factory=dict)  # activations that are integers already
+    turned: dict[str, onnx.NodeProto] = field(default_factory=dict)  # what turns a tied matrix round, by its rows' name
 
     def replace(self, product: Product, recipe: MatrixRecipe) -> None:
         """Put integer ops in the place of a product, of the bias added to it, and of a ReLU before it."""
@@ -132,6 +133,8 @@ class _Rewrite:
                     self._store(table.name, constant_array(table, self.folder).T, self.recipe.embedding)
                 if table.name in self.stored:
                     self._look_up(scope, node, table.name, self.stored[table.name])
+        for node in self.turned.values():
+            model.graph.node.insert(0, node)
         _drop_unread(model.graph)
         if not any(one.domain == CONTRIB for one in model.opset_import):
             model.opset_import.append(helper.make_opsetid(CONTRIB, 1))
@@ -140,13 +143,10 @@ class _Rewrite:
 
     def _in_range(self, product: Product, chosen: Range, bias: str, output: str) -> list[onnx.NodeProto]:
         """Two ops: activations by the range of calibration, and a product that scales and adds the bias."""
-        values, scales, extra = self._columns(product)
-        nodes, quantized_input = list(extra), self._quantized_input(product, chosen)
-        if isinstance(quantized_input, str):
-            activation = quantized_input
-        else:
-            nodes.append(quantized_input)
-            activation = quantized_input.output[0]
+        values, scales = self._columns(product)
+        quantized_input = self._quantized_input(product, chosen)
+        nodes = [] if isinstance(quantized_input, str) else [quantized_input]
+        activation = quantized_input if isinstance(quantized_input, str) else quantized_input.output[0]
         scale, zero = self._range_constants(product.scope, chosen)
         nodes.append(
             helper.make_node(
@@ -160,7 +160,7 @@ class _Rewrite:
 
     def _by_row(self, product: Product, bias: str, output: str) -> list[onnx.NodeProto]:
         """A scale for each row, made of its own largest number: no row depends on another."""
-        values, scales, extra = self._columns(product)
+        values, scales = self._columns(product)
         scope, x = product.scope, product.activation
         one, zero = self._range_constants(scope, Range(1.0, 128))
         made = {name: f"{output}/{name}" for name in ("size", "largest", "safe", "scale", "share", "bytes", "product")}
@@ -169,7 +169,6 @@ class _Rewrite:
         levels = self._constant(scope, "levels", np.array(1 / 127, np.float32))
         scaled = f"{output}/scaled" if bias else output
         nodes = [
-            *extra,
             helper.make_node("Abs", [x], [made["size"]]),
             helper.make_node("ReduceMax", [made["size"], last_axis], [made["largest"]], keepdims=1),
             helper.make_node("Max", [made["largest"], tiny], [made["safe"]]),
@@ -225,18 +224,21 @@ class _Rewrite:
             best_blocks(matrix) if precision == "int4" else columns_from_matrix(matrix, self.recipe.bits)
         )
 
-    def _columns(self, product: Product) -> tuple[str, str, list[onnx.NodeProto]]:
-        """Return the names of a matrix [K, N] of bytes and of its scales, and the node that turns a tied one round."""
+    def _columns(self, product: Product) -> tuple[str, str]:
+        """Return the names of a matrix [K, N] of bytes and of its scales."""
         stored, name, scope = self._stored(product, "int8"), product.weight.name, product.scope
         if not isinstance(stored, Columns):
             raise ExportFailed(f"{product.name}: another product reads the same matrix with another precision")
         scales = self._constant(scope, f"{name}/scales", stored.scales)
         if not product.transposed:
-            return self._constant(scope, f"{name}/bytes", stored.values), scales, []
-        # Rows are looked up in it, so it is stored as it was; onnxruntime turns it round once, when it is loaded.
+            return self._constant(scope, f"{name}/bytes", stored.values), scales
+        # Rows are looked up in it, so it is stored as it was; onnxruntime turns it round once, when it is loaded. Not
+        # inside of a branch: there it would hold the result a second time, beside the one that its kernel reads.
         rows = self._rows(scope, name, stored)
-        turned = f"{product.node.output[0]}/turned"
-        return turned, scales, [helper.make_node("Transpose", [rows], [turned], perm=[1, 0])]
+        if rows not in self.turned:
+            turned = f"{name}/turned"
+            self.turned[rows] = helper.make_node("Transpose", [rows], [turned], name=turned, perm=[1, 0])
+        return self.turned[rows].output[0], scales
 
     def _rows(self, scope: Scope, name: str, stored: Columns) -> str:
         return self._constant(scope, f"{name}/rows", np.ascontiguousarray(stored.values.T))

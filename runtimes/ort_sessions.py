@@ -28,6 +28,8 @@ PROVIDERS: dict[Provider, str] = {
     "cuda": "CUDAExecutionProvider",
     "tensorrt": "TensorrtExecutionProvider",
 }
+# Longer than what happens between two steps; an encode that begins when a decode ends waits no longer than that.
+SPIN_MICROSECONDS = 1000
 ON_DEVICE: frozenset[Provider] = frozenset({"cuda", "tensorrt"})
 
 log = logging.getLogger("fatdeploy")
@@ -228,8 +230,10 @@ def _session_options(ort: Any, options: OrtOptions, name: str) -> Any:
     if options.profile is not None:
         chosen.enable_profiling = True
         chosen.profile_file_prefix = str(options.profile / name)
-    if name != DECODER:
-        # Two sessions are two pools: the encoder's would spin on beside the decoder's steps and steal its cores.
+    # Two sessions are two pools: each would spin on, tens of milliseconds, and steal the cores of the other.
+    if name == DECODER:
+        chosen.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_MICROSECONDS))
+    else:
         chosen.add_session_config_entry("session.force_spinning_stop", "1")
     return chosen
 

@@ -49,6 +49,14 @@ def test_threads_and_spinning_reach_both_sessions() -> None:
         assert session.get_providers() == ["CPUExecutionProvider"]
 
 
+def test_neither_session_spins_long_beside_the_other() -> None:
+    engine = OrtEngine(bundle_of(TINY))
+    assert engine._sessions is not None
+    encoder, decoder = (one.get_session_options() for one in (engine._sessions.encoder, engine._sessions.decoder))
+    assert encoder.get_session_config_entry("session.force_spinning_stop") == "1"
+    assert decoder.get_session_config_entry("session.intra_op.spin_duration_us") == "1000"
+
+
 def test_a_provider_that_onnxruntime_lacks_is_an_error_with_what_to_type() -> None:
     with pytest.raises(
         BackendUnavailable,

@@ -212,6 +212,18 @@ def test_the_tied_matrix_is_stored_once_and_its_rows_can_be_read(precision: str)
     assert np.abs(rows - exact).max() <= np.abs(exact).max() * (0.01 if precision == "int8" else 0.15)
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_tied_matrix_is_turned_round_outside_of_branches(preset: str) -> None:
+    # Inside of one, onnxruntime would hold the result in memory beside what its kernel makes of it.
+    outer, *branches = graphs_of(read_structure(quantized_of(f"{preset}-tiny", "int8").path / DECODER).graph)
+    constants = {tensor.name for tensor in outer.initializer}
+    turning = [[node.input[0] in constants for node in one.node if node.op_type == "Transpose"] for one in branches]
+    assert not any(any(found) for found in turning)
+    assert [node.input[0] for node in outer.node if node.op_type == "Transpose" and node.input[0] in constants] == [
+        "model.inner.output.weight/rows"
+    ]
+
+
 def test_records_of_integers_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="integers and nothing else have scales"):
         OutputMatrix(0, "int8", transposed=False)
