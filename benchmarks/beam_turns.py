@@ -16,7 +16,8 @@ import numpy as np
 
 from benchmarks.decoders import IMPORTED, repeated
 from benchmarks.measuring import Phases, timed_search
-from benchmarks.turns import Cache, peak_bytes, resident_bytes
+from benchmarks.memory_alone import peak_bytes, resident_bytes
+from benchmarks.turns import Cache
 from benchmarks.watched import Watched
 from fatdeploy.bundle import WEIGHTS, read_bundle
 from fatdeploy.runtimes.decode import Decoding

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from benchmarks.turns import resident_bytes
+from benchmarks.memory_alone import resident_bytes
 from benchmarks.watched import Watched
 from fatdeploy.bundle import Bundle, read_bundle
 from fatdeploy.runtimes.buffers import MOST_WAITING

@@ -8,7 +8,7 @@ interrupted run goes on where it was.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -28,6 +28,7 @@ from benchmarks.measuring import (
     summary,
     write_result,
 )
+from benchmarks.memory_alone import ENGINES as ALONE
 from benchmarks.quantized_targets import Row, fastest, p50, rows_of, targets, with_batch
 from benchmarks.quantized_turns import QuantizedTurn
 from benchmarks.turns import FP32, Cache, Sizes
@@ -55,7 +56,11 @@ class Plan:
 
     def turns(self) -> list[QuantizedTurn]:
         """Return the turns of one round; neighbours are different engines or settings."""
-        return [turn for batch in self.batches for turn in (*self._greedy(batch), *self._forced(batch))]
+        return [
+            turn
+            for batch in self.batches
+            for turn in (*self._greedy(batch), *self._forced(batch), *self._memory(batch))
+        ]
 
     def _greedy(self, batch: int) -> list[QuantizedTurn]:
         same: dict[str, Any] = {"part": "greedy", "preset": self.preset, "batch": batch}
@@ -87,6 +92,10 @@ class Plan:
         same: dict[str, Any] = {"part": "forced", "preset": self.preset, "batch": batch, "threads": max(self.threads)}
         return [QuantizedTurn(engine=engine, precision=precision, **same) for engine, precision in cases]
 
+    def _memory(self, batch: int) -> list[QuantizedTurn]:
+        """Return one look at the memory of each setting of the engines that are compared by it."""
+        return [replace(turn, part="memory") for turn in self._greedy(batch) if turn.engine in ALONE]
+
     def n_rounds(self) -> dict[QuantizedTurn, int]:
         """Return how often each turn is taken: what is no matter of luck only once."""
         return {turn: self.rounds if turn.part == "greedy" else 1 for turn in self.turns()}
@@ -111,7 +120,12 @@ def result_from_turns(plan: Plan, found: dict[QuantizedTurn, list[Any]]) -> dict
         for turn, [one, *_] in found.items()
         if turn.part == "forced"
     }
-    rows = [_row(turn, rounds, forced) for turn, rounds in found.items() if turn.part == "greedy"]
+    memory = {turn: one for turn, [one, *_] in found.items() if turn.part == "memory"}
+    rows = [
+        {**_row(turn, rounds, forced), "memory": memory.get(replace(turn, part="memory"))}
+        for turn, rounds in found.items()
+        if turn.part == "greedy"
+    ]
     rows = [row for batch in plan.batches for row in _compared(with_batch(rows, batch))]
     return {
         "threads": plan.threads,
@@ -144,7 +158,6 @@ def _row(turn: QuantizedTurn, rounds: list[Any], forced: dict[tuple[EngineName, 
             "forced": forced.get((turn.engine, turn.precision, turn.batch), 1.0 if prefix == 1 else None),
             "prefix": prefix,
         },
-        "memory": {name: max(one["memory"][name] for one in rounds) for name in rounds[0]["memory"]},
         "bytes_on_disk": rounds[0]["bytes_on_disk"],
     }
 

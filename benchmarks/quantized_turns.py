@@ -8,19 +8,19 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from benchmarks.decoders import IMPORTED, Decoder, repeated
-from benchmarks.measuring import Phases
-from benchmarks.turns import EXACT, Cache, Setting, Sizes, loaded_decoder, peak_bytes, resident_bytes
+from benchmarks.measuring import Phases, result_apart
+from benchmarks.turns import EXACT, Cache, Setting, Sizes, loaded_decoder
 from fatdeploy.runtimes.verify import Probe, read_probes
 from fatdeploy.spec import Tokens
 
-QuantizedPart = Literal["greedy", "forced"]
+QuantizedPart = Literal["greedy", "forced", "memory"]
 BLOCK = 1 << 20
 
 
@@ -44,17 +44,16 @@ def probe_and_model(turn: QuantizedTurn, sizes: Sizes) -> tuple[Probe, Path | No
 
 
 def greedy(turn: QuantizedTurn, sizes: Sizes) -> dict[str, Any]:
-    """Return seconds to load, the phases of each repetition, memory, size, and how far the tokens are the reference's.
+    """Return seconds to load, the phases of each repetition, size, and how far the tokens are the reference's.
 
     A quantized engine is timed on the tokens that it says itself: a step costs the same whatever it reads.
     """
     probe, folder = probe_and_model(turn, sizes)
     importlib.import_module(IMPORTED[turn.engine])
     on_disk = None if folder is None else warmed(folder)
-    imported = resident_bytes()
     started = time.perf_counter()
     decoder = loaded_decoder(turn, folder, probe)
-    load, loaded = time.perf_counter() - started, resident_bytes()
+    load = time.perf_counter() - started
     (_, tokens), _ = (checked(turn, decoder, probe, target) for target in (sizes.target, 1))
     timed = repeated(lambda target: checked(turn, decoder, probe, target)[0], sizes.target, sizes.repetitions)
     return {
@@ -62,12 +61,6 @@ def greedy(turn: QuantizedTurn, sizes: Sizes) -> dict[str, Any]:
         "load": None if folder is None else load,
         "phases": timed,
         "agreeing_prefix": agreeing_prefix(tokens, probe.tokens),
-        "memory": {
-            "after_import_bytes": imported,
-            "after_load_bytes": loaded,
-            "after_decode_bytes": resident_bytes(),
-            "peak_bytes": peak_bytes(),
-        },
         "bytes_on_disk": on_disk,
     }
 
@@ -106,7 +99,20 @@ def forced(turn: QuantizedTurn, sizes: Sizes) -> dict[str, Any]:
     return {"agreeing": float((said == probe.tokens).mean())}
 
 
-PARTS: dict[QuantizedPart, Callable[[QuantizedTurn, Sizes], Any]] = {"greedy": greedy, "forced": forced}
+def memory(turn: QuantizedTurn, sizes: Sizes) -> dict[str, int]:
+    """Return what a process holds in which nothing but the engine is loaded: not this one."""
+    probe, folder = probe_and_model(turn, sizes)
+    sources = [row[real].tolist() for row, real in zip(probe.source, probe.mask, strict=True)]
+    asked = {**asdict(turn), "folder": str(folder), "sources": sources, "target": sizes.target}
+    held: dict[str, int] = result_apart("benchmarks.memory_alone", json.dumps(asked), blas_threads=turn.threads)
+    return held
+
+
+PARTS: dict[QuantizedPart, Callable[[QuantizedTurn, Sizes], Any]] = {
+    "greedy": greedy,
+    "forced": forced,
+    "memory": memory,
+}
 
 
 def main() -> None:

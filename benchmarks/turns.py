@@ -28,6 +28,7 @@ from benchmarks.decoders import (
     timed_steps,
 )
 from benchmarks.measuring import Phases, code_digest
+from benchmarks.memory_alone import resident_bytes
 from fatdeploy.bundle import WEIGHTS, read_bundle
 from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.runtimes.verify import Probe, read_probes
@@ -193,22 +194,6 @@ def memory(turn: Turn, sizes: Sizes) -> dict[str, Any]:
         "after_decode_bytes": decoded,
         "weights_bytes": weights,
     }
-
-
-def resident_bytes() -> int:
-    """Return how much of this process is in memory; Linux tells it."""
-    return _status_bytes("VmRSS:")
-
-
-def peak_bytes() -> int:
-    """Return how much of this process ever was in memory at once."""
-    return _status_bytes("VmHWM:")
-
-
-def _status_bytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    [kilobytes] = [line.split()[1] for line in lines if line.startswith(name)]
-    return int(kilobytes) * 1024
 
 
 def export(turn: Turn, sizes: Sizes) -> dict[str, Any]:

@@ -33,6 +33,8 @@ Source = str | Sequence[int] | Tokens
 # Positions of sources and targets that are decoded at once unless said: much more is not faster, and takes memory.
 BATCH_TOKENS = 8192
 
+DEFAULT_OPTIONS = DecodeOptions()
+
 log = logging.getLogger("fatdeploy")
 
 
@@ -145,7 +147,7 @@ class Model:
 
     def _asked(self, options: DecodeOptions | None) -> tuple[DecodeOptions, int]:
         """Return options whose prefix is tokens, and the most new tokens; refuse what the model cannot do."""
-        options = options or DecodeOptions()
+        options = options or DEFAULT_OPTIONS
         texts = {"prefix": isinstance(options.prefix, str), "stop": any(isinstance(one, str) for one in options.stop)}
         named = [name for name, is_text in texts.items() if is_text]
         tokenizer = self._needed_tokenizer() if named else None

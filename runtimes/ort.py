@@ -219,11 +219,14 @@ class OrtEngine:
 
 def _padded_to_whole(source: Tokens, mask: Mask, spec: ModelSpec) -> tuple[Tokens, Mask]:
     """Return sources padded to a multiple of WHOLE tokens, or to the longest that there may be."""
-    missing = min(-(-source.shape[1] // WHOLE) * WHOLE, spec.max_source) - source.shape[1]
-    if not missing:
+    rows, length = source.shape
+    whole = min(-(-length // WHOLE) * WHOLE, spec.max_source)
+    if whole == length:
         return source, mask
-    sides = ((0, 0), (0, missing))
-    return np.pad(source, sides, constant_values=spec.pad_id), np.pad(mask, sides)
+    # np.pad takes fifty microseconds for the same, a step of a small model less than two hundred.
+    padded_source, padded_mask = np.full((rows, whole), spec.pad_id), np.zeros((rows, whole), bool)
+    padded_source[:, :length], padded_mask[:, :length] = source, mask
+    return padded_source, padded_mask
 
 
 def _set_aside(state: OrtState) -> None:

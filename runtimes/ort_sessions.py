@@ -12,10 +12,10 @@ from typing import Any, Literal, TypedDict, get_args
 from fatdeploy.bundle import DECODER, ENCODER, Bundle
 from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, in_one_line
 from fatdeploy.runtimes.packages import (
-    ALTERNATIVES,
     CONFLICT,
     CONFLICT_FIX,
     GPU_RUNTIME,
+    alternatives_overwritten,
     install_command,
     installed_versions,
 )
@@ -119,7 +119,7 @@ def _wrong_providers(providers: Sequence[object]) -> list[str]:
 
 def onnxruntime_module() -> Any:
     """Import onnxruntime, or say what to install."""
-    if installed_versions().keys() >= ALTERNATIVES:
+    if alternatives_overwritten():
         raise BackendUnavailable(f"{CONFLICT}: {CONFLICT_FIX}")
     try:
         return importlib.import_module("onnxruntime")

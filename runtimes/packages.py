@@ -1,8 +1,9 @@
 """The packages that fatdeploy can use: which extra brings each, what to type for one, which exclude each other."""
 
-import importlib.metadata
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,12 @@ CONFLICT_FIX = "pip uninstall -y onnxruntime onnxruntime-gpu && pip install 'fat
 
 def version_of(package: Package) -> str | None:
     """Return the installed version without importing anything; empty if its metadata is damaged."""
+    # Imported here: an application that decodes never asks, and it takes 2 MB and much of our time to import.
+    from importlib import metadata
+
     try:
-        return importlib.metadata.version(package.name) or ""
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version(package.name) or ""
+    except metadata.PackageNotFoundError:
         return None
 
 
@@ -69,3 +73,12 @@ def extra_of(package: Package, versions: Mapping[str, str]) -> str:
 def installed_versions() -> dict[str, str]:
     """Return the version of every package that is here."""
     return {package.name: version for package in PACKAGES if (version := version_of(package)) is not None}
+
+
+def alternatives_overwritten() -> bool:
+    """Return whether packages that exclude each other are both here, told by the names of their folders alone.
+
+    Every load asks, so it must not take the tens of milliseconds in which all metadata would be read.
+    """
+    found = {path.name.partition("-")[0] for folder in sys.path for path in Path(folder).glob("onnxruntime*.dist-info")}
+    return found >= {name.replace("-", "_") for name in ALTERNATIVES}
