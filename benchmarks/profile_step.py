@@ -5,9 +5,12 @@ sums: how long a step takes is for ``quantized`` and ``engines_greedy`` to say.
 """
 
 import json
+import math
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,12 @@ import numpy as np
 from benchmarks.measuring import provenance, timed_decode
 from fatdeploy.bundle import DECODER, Bundle, read_bundle
 from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.spec import ModelSpec
 from fatdeploy.tables import aligned
 
 WARM_UP = 4  # steps that are recorded and left out
 SUFFIX = "_kernel_time"  # onnxruntime's, on every node's name
+READ_BYTES = 1 << 28  # far more than any cache holds
 PACKAGES = ("fatdeploy", "onnxruntime", "numpy")
 
 
@@ -70,6 +75,25 @@ def profile_of(events: list[dict[str, Any]], warm_up: int = WARM_UP) -> Profile:
     costs = _by_node(nodes, len(runs))
     ms = float(np.median([run["dur"] for run in runs])) / 1e3
     return Profile(steps=len(runs), ms=ms, ops=_by_op(costs), nodes=costs)
+
+
+def cache_bytes(spec: ModelSpec, *, batch: int, source: int, steps: int) -> int:
+    """Return the bytes of keys and values, of the source and of half of the steps, that a step reads on the average."""
+    sizes = {"batch": batch, "rows": batch, "source": source, "capacity": steps // 2}
+    read = [*spec.memory, *(one for one in spec.state if one.kind == "cache")]
+    return sum(math.prod(one.sized(sizes)) * np.dtype(one.dtype).itemsize for one in read)
+
+
+def reading_speed(threads: int) -> float:
+    """Return how many bytes a second so many threads read from memory, at best: what no step can be faster than."""
+    parts = np.array_split(np.ones(READ_BYTES // 4, np.float32), threads)
+    seconds = []
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(8):
+            started = time.perf_counter()
+            list(pool.map(np.sum, parts))
+            seconds.append(time.perf_counter() - started)
+    return READ_BYTES / min(seconds)
 
 
 def own_times(nodes: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], int]]:

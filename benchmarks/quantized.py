@@ -59,7 +59,7 @@ class Plan:
         return [
             turn
             for batch in self.batches
-            for turn in (*self._greedy(batch), *self._forced(batch), *self._memory(batch))
+            for turn in (*self._greedy(batch), *self._forced(batch), *self._memory(batch), *self._profiles(batch))
         ]
 
     def _greedy(self, batch: int) -> list[QuantizedTurn]:
@@ -95,6 +95,11 @@ class Plan:
     def _memory(self, batch: int) -> list[QuantizedTurn]:
         """Return one look at the memory of each setting of the engines that are compared by it."""
         return [replace(turn, part="memory") for turn in self._greedy(batch) if turn.engine in ALONE]
+
+    def _profiles(self, batch: int) -> list[QuantizedTurn]:
+        """Return one look at where the steps of quantized bundles spend their time."""
+        same: dict[str, Any] = {"part": "profile", "preset": self.preset, "batch": batch}
+        return [turn for turn in self._ours(same) if turn.threads == max(self.threads) and not turn.exact]
 
     def n_rounds(self) -> dict[QuantizedTurn, int]:
         """Return how often each turn is taken: what is no matter of luck only once."""
@@ -136,6 +141,11 @@ def result_from_turns(plan: Plan, found: dict[QuantizedTurn, list[Any]]) -> dict
         "bundles": _bundles(plan),
         "results": rows,
         "targets": targets(rows),
+        "profiles": [
+            {"precision": turn.precision, "batch": turn.batch, "threads": turn.threads, **one}
+            for turn, [one, *_] in found.items()
+            if turn.part == "profile"
+        ],
     }
 
 

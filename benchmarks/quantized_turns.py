@@ -16,11 +16,14 @@ import numpy as np
 
 from benchmarks.decoders import IMPORTED, Decoder, repeated
 from benchmarks.measuring import Phases, result_apart
+from benchmarks.profile_step import cache_bytes, profile_of, reading_speed, recorded
 from benchmarks.turns import EXACT, Cache, Setting, Sizes, loaded_decoder
+from fatdeploy.bundle import DECODER, read_bundle
+from fatdeploy.runtimes.bench_weights import bytes_a_step_reads
 from fatdeploy.runtimes.verify import Probe, read_probes
 from fatdeploy.spec import Tokens
 
-QuantizedPart = Literal["greedy", "forced", "memory"]
+QuantizedPart = Literal["greedy", "forced", "memory", "profile"]
 BLOCK = 1 << 20
 
 
@@ -108,10 +111,28 @@ def memory(turn: QuantizedTurn, sizes: Sizes) -> dict[str, int]:
     return held
 
 
+def profile(turn: QuantizedTurn, sizes: Sizes) -> dict[str, Any]:
+    """Return where the time of a bundle's step goes, how much it has to read, and how fast memory can be read."""
+    probe, folder = probe_and_model(turn, sizes)
+    assert folder is not None  # noqa: S101 - a bundle has one
+    bundle = read_bundle(folder)
+    length, steps = probe.source.shape[1], sizes.target
+    found = profile_of(recorded(bundle, batch=turn.batch, threads=turn.threads, source=length, steps=steps))
+    return {
+        "ms": found.ms,
+        "between_ms": found.between_ms,
+        "ops": {one.op: {"calls": one.calls, "ms": one.ms} for one in found.ops},
+        "weight_bytes": bytes_a_step_reads(bundle.path / DECODER),
+        "cache_bytes": cache_bytes(bundle.spec, batch=turn.batch, source=length, steps=steps),
+        "bytes_a_second": reading_speed(turn.threads),
+    }
+
+
 PARTS: dict[QuantizedPart, Callable[[QuantizedTurn, Sizes], Any]] = {
     "greedy": greedy,
     "forced": forced,
     "memory": memory,
+    "profile": profile,
 }
 
 

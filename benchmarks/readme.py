@@ -19,6 +19,7 @@ ENGINES = {
 }
 # What engines are compared by; the difference of a long and a short decode, because CTranslate2 tells no more.
 STEP = "per_token_by_difference"
+PROFILED_OPS = 5
 
 
 def machine_line(result: dict[str, Any], packages: tuple[str, ...], threads: str) -> str:
@@ -71,17 +72,55 @@ def quantized_table(result: dict[str, Any]) -> str:
             f"| {row['phases'][STEP]['p50_ms']:.2f} | {shown(times, '.2f')} | {shown(forced, '.1%')} "
             f"| {shown(size and size / 1e6, '.0f')} |"
         )
-    said = targets_line(result["targets"])
     measured = f"{where(result, ('onnxruntime', 'ctranslate2', 'torch'))}; source {result['source']} tokens, "
     steps = f"{result['target']} steps; tokens are compared where all before them are the reference's."
-    return "\n".join([*lines, "", said, "", measured + steps])
+    more = [*targets_table(result["targets"]), "", *profile_lines(result["profiles"])]
+    return "\n".join([*lines, "", *more, "", measured + steps])
 
 
-def targets_line(targets: list[dict[str, Any]]) -> str:
-    """Return how many targets are met, and those that are not."""
+def profile_lines(profiles: list[dict[str, Any]], precision: str = "int8") -> list[str]:
+    """Return where a step's time goes by onnxruntime's record, batches side by side, and what reading alone takes."""
+    shown_ones = [one for one in profiles if one["precision"] == precision]
+    if not shown_ones:
+        return []
+    last = shown_ones[-1]["ops"]
+    names = sorted(last, key=lambda op: -last[op]["ms"])[:PROFILED_OPS]
+    rows = {f"`{op}`": [one["ops"][op]["ms"] for one in shown_ones] for op in names}
+    rows["other ops"] = [sum(op["ms"] for name, op in one["ops"].items() if name not in names) for one in shown_ones]
+    rows["between ops, the record's own cost included"] = [one["between_ms"] for one in shown_ones]
+    for what, read in (("weights", "weight_bytes"), ("keys and values", "cache_bytes")):
+        rows[f"reading {what} once from memory, at best"] = [
+            one[read] / one["bytes_a_second"] * 1e3 for one in shown_ones
+        ]
+    heads = " | ".join(f"batch {one['batch']}" for one in shown_ones)
+    threads = counted(shown_ones[0]["threads"], "thread")
+    return [
+        f"| where a step goes, {precision}, {threads}: ms by onnxruntime's record, which costs time itself | {heads} |",
+        f"|---|{'---|' * len(shown_ones)}",
+        *(f"| {name} | {' | '.join(f'{ms:.2f}' for ms in found)} |" for name, found in rows.items()),
+    ]
+
+
+def targets_table(targets: list[dict[str, Any]]) -> list[str]:
+    """Return what must hold, what was found, and whether it does; batches side by side."""
+    batches = sorted({one["batch"] for one in targets if "batch" in one})
+    cells: dict[str, dict[int, str]] = {}
+    for one in targets:
+        cells.setdefault(one["target"], {})[one.get("batch", batches[0])] = verdict(one)
     met = [one["met"] for one in targets]
-    count = f"{met.count(True)} of {counted(len(met), 'target')} are met, {met.count(None)} were not measured"
-    return f"{'; '.join([count, *(one['said'] for one in targets if one['met'] is False)])}."
+    return [
+        f"| {met.count(True)} of {counted(len(met), 'target')} are met | {' | '.join(f'batch {n}' for n in batches)} |",
+        f"|---|{'---|' * len(batches)}",
+        *(f"| {name} | {' | '.join(row.get(n, '') for n in batches)} |" for name, row in cells.items()),
+    ]
+
+
+def verdict(target: dict[str, Any]) -> str:
+    """Return what was found and what is asked for in a few words."""
+    asked = f"at least {target['at_least']:g}" if "at_least" in target else f"at most {target['at_most']:g}"
+    if target["found"] is None:
+        return f"not measured, {asked}"
+    return f"{target['found']:.2f}, {'met' if target['met'] else 'NOT MET'}: {asked}"
 
 
 def shown(value: float | None, form: str) -> str:

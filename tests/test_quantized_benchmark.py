@@ -258,7 +258,31 @@ def test_the_readme_shows_each_engine_in_its_best_setting_and_what_is_missed(res
     ]
     assert " | 1.00 | " in lines[4]
     assert lines[6].endswith(" | 100.0% | – |")
-    missed = [one["said"] for one in result["targets"] if one["met"] is False]
-    assert f" of {len(result['targets'])} targets are met, " in lines[8]
-    assert lines[8].endswith(f"{'; '.join(['measured', *missed])}.")
-    assert "ctranslate2 4." in lines[10]
+    verdicts = {one["target"]: one for one in result["targets"] if one.get("batch", 2) == 2}
+    table = {line.split(" | ")[0].removeprefix("| "): line for line in lines[10:]}
+    assert f" of {len(result['targets'])} targets are met | " in lines[8]
+    for name, one in verdicts.items():
+        said = "not measured" if one["met"] is None else "met: " if one["met"] else "NOT MET: "
+        assert said in table[name], name
+    assert "ctranslate2 4." in lines[-1]
+
+
+def test_a_run_shows_where_a_step_goes_and_what_it_reads(result: dict[str, Any]) -> None:
+    [profile] = result["profiles"]
+    assert (profile["precision"], profile["batch"], profile["threads"]) == ("int8", 2, 1)
+    assert profile["ops"]["MultiHeadAttention"]["calls"] == 4
+    assert profile["between_ms"] + sum(op["ms"] for op in profile["ops"].values()) == pytest.approx(profile["ms"])
+    # Two layers of keys and values in float32, of 6 tokens of the source and half of 5 steps, for 2 rows.
+    assert profile["cache_bytes"] == 2 * 2 * 2 * (6 + 2) * 32 * 4
+    assert 0 < profile["weight_bytes"] < rows_bytes(result)
+    assert profile["bytes_a_second"] > 1e8
+    table = quantized_table(result)
+    assert "| `MultiHeadAttention` | " in table
+    assert (
+        "| where a step goes, int8, 1 thread: ms by onnxruntime's record, which costs time itself | batch 2 |" in table
+    )
+
+
+def rows_bytes(result: dict[str, Any]) -> int:
+    found: int = next(row["bytes_on_disk"] for row in result["results"] if row["precision"] == "int8")
+    return found
