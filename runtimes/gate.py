@@ -14,6 +14,7 @@ from fatdeploy.bundle import GATE, PARITY, WEIGHTS_ALONE, Bundle, CpuClass, Quan
 from fatdeploy.errors import BundleError, ParityFailed
 from fatdeploy.folders import replaced_folder
 from fatdeploy.machine import Machine, this_machine
+from fatdeploy.runtimes.certified import certified
 from fatdeploy.runtimes.decode import decode
 from fatdeploy.runtimes.engine import Capacity, Engine, Floats, State
 from fatdeploy.runtimes.fidelity import Fidelity
@@ -242,20 +243,12 @@ def cpu_class(machine: Machine) -> CpuClass | None:
 
 
 def verified_quantized(engine: Engine[State], bundle: Bundle, certificate: dict[str, Any]) -> dict[str, Any]:
-    """Return how close a quantized bundle is to the reference on this machine; below its bar is ParityFailed."""
-    try:
-        gate = certificate["gate"]
-        bar, enforced, recorded = float(gate["bar"]), bool(gate["enforced"]), float(gate["agreement"]["share"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise BundleError(
-            f"{bundle.path / PARITY} says nothing of the gate ({error}); export the bundle again"
-        ) from error
+    """Return how close a quantized bundle is to the reference here; below what its certificate says is ParityFailed."""
+    promised = certified(bundle, certificate)
     material = read_material(bundle)
     apart = check_rows(engine, material, row_kind(bundle.manifest.precision, bundle.manifest.quantization))
     found = agreement_of(engine, material)
-    if enforced and not found.share >= bar:
-        raise ParityFailed(
-            f"{found.same_tokens} of {found.tokens} tokens are the reference's here ({found.share:.2%}), the bar is "
-            f"{bar:.2%} and {recorded:.2%} were when it was exported: this CPU computes something else"
-        )
-    return {**found.as_dict(), "recorded_share": recorded, "bar": bar, "enforced": enforced, "row_difference": apart}
+    if (reason := promised.lost(Fidelity(found.tokens, found.same_tokens))) is not None:
+        raise ParityFailed(f"{reason}: this CPU computes something else; export again with --cpu any, or in fp32")
+    gate = {"recorded_share": promised.share, "bar": float(certificate["gate"]["bar"])}
+    return {**found.as_dict(), **gate, "enforced": promised.bar is not None, "row_difference": apart}

@@ -1,6 +1,7 @@
 """The gate of quantized bundles: what is counted and refused, what a certificate says, and what is kept to pass."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from io import BytesIO
@@ -8,22 +9,37 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
-from fatdeploy.bundle import EMBEDDING, GATE, PARITY, Bundle, Quantization, read_bundle
+from fatdeploy.bundle import (
+    DECODER,
+    EMBEDDING,
+    GATE,
+    PARITY,
+    WEIGHTS,
+    Bundle,
+    Quantization,
+    read_bundle,
+    write_manifest,
+)
 from fatdeploy.errors import BundleError, ParityFailed
 from fatdeploy.export.contract import flat_model
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.examples import Example, random_examples
 from fatdeploy.export.gate import Bar, Gate, Judgement, MetricChange, fewest_kept
+from fatdeploy.export.graph_files import graphs_of
 from fatdeploy.export.precision import Asked, Quantizer
 from fatdeploy.machine import Machine
 from fatdeploy.runtimes import gate
+from fatdeploy.runtimes.certified import Certified
 from fatdeploy.runtimes.engine import StepOut, Want
+from fatdeploy.runtimes.fidelity import Fidelity
 from fatdeploy.runtimes.gate import (
     Agreement,
     Material,
     agreement_of,
+    certificate_of,
     check_rows,
     cpu_class,
     read_material,
@@ -31,9 +47,10 @@ from fatdeploy.runtimes.gate import (
     verified_quantized,
     write_material,
 )
+from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.spec import Tokens
 from tests.bundles import model_of
-from tests.quantized import hollow_bundle, quantizer_from, quantizer_of
+from tests.quantized import hollow_bundle, quantized_of, quantizer_from, quantizer_of
 from tests.scripted import SPEC, ScriptedEngine
 from tests.test_choices_of_export import aligned
 
@@ -256,6 +273,52 @@ def test_what_reaches_its_bar_or_has_none_is_reported(tmp_path: Path, bar: float
         "enforced": enforced,
         "row_difference": 0.0,
     }
+
+
+def test_without_a_bar_only_what_rounding_can_cost_is_forgiven() -> None:
+    few, many = Certified(0.75, None), Certified(0.95, None)
+    # 3 tokens of few, a hundredth of many; the certified share of 12 tokens is 9 of them, of 1,000 it is 950.
+    assert few.lost(Fidelity(12, 6)) is None
+    assert few.lost(Fidelity(12, 5)) == (
+        "5 of 12 tokens are the reference's here (41.67%) and 75.00% were when it was exported, of which another CPU's "
+        "rounding explains 3 tokens at most"
+    )
+    assert many.lost(Fidelity(1000, 940)) is None
+    assert many.lost(Fidelity(1000, 939)) is not None
+    assert many.lost(Fidelity(1000, 1000)) is None
+    # A bar is all that counts where there is one.
+    assert Certified(1.0, 0.9).lost(Fidelity(1000, 900)) is None
+    assert Certified(0.9, 0.95).lost(Fidelity(1000, 949)) is not None
+
+
+def with_scales_times(bundle: Bundle, folder: Path, factor: float) -> Bundle:
+    """Return a copy whose decoder's tensors of floats are multiplied: it loads, hashes are right, numbers are not."""
+    shutil.copytree(bundle.path, folder)
+    data = bytearray(bundle.file(WEIGHTS).read_bytes())
+    graph = onnx.load(bundle.file(DECODER), load_external_data=False).graph
+    places = set()
+    for tensor in (one for part in graphs_of(graph) for one in part.initializer):
+        external = {entry.key: entry.value for entry in tensor.external_data}
+        if tensor.data_type == onnx.TensorProto.FLOAT and external:
+            places.add((int(external["offset"]), int(external["length"])))
+    assert places
+    for offset, length in places:
+        floats = np.frombuffer(bytes(data[offset : offset + length]), np.float32)
+        data[offset : offset + length] = (floats * np.float32(factor)).tobytes()
+    (folder / WEIGHTS).write_bytes(data)
+    return write_manifest(folder, bundle.manifest)
+
+
+def test_random_weights_that_are_damaged_are_refused_and_those_rounded_otherwise_are_not(tmp_path: Path) -> None:
+    bundle = quantized_of(TINY, "int8")
+    certificate = certificate_of(bundle)
+    assert not certificate["gate"]["enforced"]
+    rounded = with_scales_times(bundle, tmp_path / "rounded", 1 + 2.0**-23)
+    found = verified_quantized(OrtEngine(rounded, threads=1), rounded, certificate)
+    assert abs(found["same_tokens"] - certificate["gate"]["agreement"]["same_tokens"]) <= 3
+    damaged = with_scales_times(bundle, tmp_path / "damaged", 1.25)
+    with pytest.raises(ParityFailed, match=r"of 711 tokens .* rounding explains 7 tokens .*; export again with --cpu"):
+        verified_quantized(OrtEngine(damaged, threads=1), damaged, certificate)
 
 
 @pytest.mark.parametrize(
