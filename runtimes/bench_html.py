@@ -7,7 +7,7 @@ from typing import Any
 
 from fatdeploy.runtimes.bench_plots import Figure, Panel, figures_of, setting_of
 from fatdeploy.runtimes.bench_svg import swatch
-from fatdeploy.runtimes.bench_table import HEAD, counted, milliseconds, peak, percent, table_cells, where_line
+from fatdeploy.runtimes.bench_table import HEAD, agreement, counted, milliseconds, peak, table_cells, where_line
 
 STYLE = """
 :root { color-scheme: light dark; --back: #ffffff; --text: #1b1f24; --soft: #5b6570; --line: #d9dee3; --card: #f6f8fa;
@@ -112,10 +112,9 @@ def _facts(report: dict[str, Any]) -> Iterator[str]:
 
 def _fact(name: str, value: str, row: dict[str, Any]) -> str:
     where = f"{row['bundle']}, {counted(row['threads'], 'thread')}, {setting_of(row)}; "
-    agreement = f"agreement {percent(row['fidelity']['share'])}"
     return (
         f'<div class="card"><span class="soft">{name}</span><strong>{value}</strong>'
-        f"{escape(where)}<b>{agreement}</b></div>"
+        f"{escape(where)}<b>agreement {agreement(row)}</b></div>"
     )
 
 

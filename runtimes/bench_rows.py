@@ -57,12 +57,13 @@ def rows_of(plan: Plan, threads: int, turns: Sequence[TurnResult]) -> list[dict[
     loads = _milliseconds([turn["load"] for turn in turns])
     bandwidths = [turn["bandwidth"] for turn in turns if turn["bandwidth"] is not None]
     shared = {"bundle": plan.label, "digest": plan.bundle.digest, "threads": threads}
+    right = {"fidelity": _least(turns), "certified_share": turns[0]["certified_share"]}
     rows = []
     for index, setting in enumerate(plan.settings):
         row = _row(plan, setting, [turn["settings"][index] for turn in turns], loads)
         told = not plan.parallel and bool(bandwidths)
         floor = _floor(plan.decoder_bytes, max(bandwidths), row["phases"]) if told else None
-        rows.append({**shared, **row, "fidelity": _least(turns), "floor": floor})
+        rows.append({**shared, **row, **right, "floor": floor})
     return rows
 
 

@@ -28,6 +28,7 @@ HEAD = (
     "tokens/s",
     "peak MB",
     "agreement",
+    "certified",
 )
 RIGHT = frozenset(HEAD) - {"batch", "beams", "phase"}
 
@@ -45,12 +46,18 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
 def section_line(row: dict[str, Any]) -> str:
     """Return what is the same for all settings of a bundle: size, sizes of the task, and how right it is."""
     sizes = f"source {row['source']}, target {row['target']}"
-    return f"{row['bundle_bytes'] / 1e6:.1f} MB, {sizes}; {fidelity_line(row['fidelity'])}"
+    return f"{row['bundle_bytes'] / 1e6:.1f} MB, {sizes}; {fidelity_line(row)}"
 
 
-def fidelity_line(fidelity: dict[str, Any]) -> str:
-    """Return a fidelity in words."""
-    return f"{fidelity['same']} of {fidelity['tokens']} tokens are the reference's ({percent(fidelity['share'])})"
+def fidelity_line(row: dict[str, Any]) -> str:
+    """Return in words how right a bundle is here, and was where it was exported."""
+    found = row["fidelity"]
+    return f"{found['same']} of {found['tokens']} tokens are the reference's ({agreement(row)})"
+
+
+def agreement(row: dict[str, Any]) -> str:
+    """Return the share of the reference's tokens here, and the one of the certificate."""
+    return f"{percent(row['fidelity']['share'])}, certified {percent(row['certified_share'])}"
 
 
 def where_line(report: dict[str, Any]) -> str:
@@ -111,15 +118,15 @@ def peak(row: dict[str, Any]) -> str:
 
 def table_cells(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     """Yield the cells below ``HEAD`` of rows that differ in their setting alone: load once, then each phase of each."""
-    agreement = percent(rows[0]["fidelity"]["share"])
-    yield "", "", PHASE_NAMES["load"], *phase_cells(rows[0], "load"), "", "", agreement
+    right = percent(rows[0]["fidelity"]["share"]), percent(rows[0]["certified_share"])
+    yield "", "", PHASE_NAMES["load"], *phase_cells(rows[0], "load"), "", "", *right
     for row in rows:
         for name in row["phases"]:
             if name == "load":
                 continue
             whole = name == "end_to_end"
             said = (f"{row['tokens_per_s']:,.0f}", peak(row)) if whole else ("", "")
-            yield str(row["batch"]), str(row["beams"]), PHASE_NAMES[name], *phase_cells(row, name), *said, agreement
+            yield str(row["batch"]), str(row["beams"]), PHASE_NAMES[name], *phase_cells(row, name), *said, *right
 
 
 def _right_aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:

@@ -25,10 +25,11 @@ from fatdeploy.runtimes.bench_timing import (
     stopwatch_of,
     timed_decode,
 )
+from fatdeploy.runtimes.certified import Certified, certified
 from fatdeploy.runtimes.engine import Engine
 from fatdeploy.runtimes.engines import has_plans, opened_engine
 from fatdeploy.runtimes.fidelity import Fidelity, token_fidelity
-from fatdeploy.runtimes.gate import forced_fidelity, read_material
+from fatdeploy.runtimes.gate import certificate_of, forced_fidelity, read_material
 from fatdeploy.runtimes.gpus import GPU_TARGETS, gpus_here
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort_sessions import onnxruntime_module
@@ -39,9 +40,10 @@ Said = list[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Checked:
-    """How right a bundle is on this machine; ``parity`` is the whole proof, where it was repeated."""
+    """How right a bundle is on this machine, and was where it was exported; ``parity`` is the proof, if repeated."""
 
     fidelity: Fidelity
+    promised: Certified
     parity: Parity | None
 
 
@@ -71,6 +73,7 @@ def taken(turn: Turn, tick: Callable[[], None] = lambda: None) -> dict[str, Any]
     return {
         "load": load,
         "fidelity": checked.fidelity.as_dict(),
+        "certified_share": checked.promised.share,
         "parity": None if checked.parity is None else checked.parity.as_dict(),
         "onnxruntime": runtime,
         "device": device,
@@ -96,8 +99,12 @@ def opened_for(turn: Turn, bundle: Bundle) -> Engine[Any]:
 
 
 def check(bundle: Bundle, engine: Engine[Any], *, thorough: bool) -> Checked:
-    """Return how many of the reference's tokens a bundle says here; of fp32 one that differs is ParityFailed."""
-    probes = read_probes(bundle.file(PROBES))
+    """Return how many of the reference's tokens a bundle says here; fewer than it must say is ParityFailed.
+
+    Of fp32 it must say all, of others as many as its certificate's bar asks for; integers without a bar about as many
+    as when they were exported.
+    """
+    promised, probes = certified(bundle, certificate_of(bundle)), read_probes(bundle.file(PROBES))
     exact = bundle.manifest.precision == "fp32"
     parity = verified(engine, probes) if exact and thorough else None
     quantized = bundle.manifest.quantization is not None
@@ -108,7 +115,13 @@ def check(bundle: Bundle, engine: Engine[Any], *, thorough: bool) -> Checked:
             f"{bundle.path} says {fidelity.same} of the reference's {fidelity.tokens} tokens, and fp32 must say all: "
             f"no time was recorded; fatdeploy verify {bundle.path}"
         )
-    return Checked(fidelity, parity)
+    # How far a device's half precision is from the emulated one without a bar, nobody knows yet.
+    judged = quantized or promised.bar is not None
+    if judged and (reason := promised.lost(fidelity)) is not None:
+        # Of half precision there is nothing to verify: its certificate is all that is known.
+        command = "verify" if quantized else "inspect"
+        raise ParityFailed(f"{bundle.path}: {reason}: no time was recorded; fatdeploy {command} {bundle.path}")
+    return Checked(fidelity, promised, parity)
 
 
 def _timed_again(engine: Engine[Any], turn: Turn, setting: Setting, expected: Said) -> Times:

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from fatdeploy._version import VERSION
-from fatdeploy.bundle import DECODER, PROBES, Bundle, Precision, write_manifest
+from fatdeploy.bundle import DECODER, GATE, PARITY, PROBES, Bundle, write_manifest
 from fatdeploy.cli import main
 from fatdeploy.errors import BenchFailed, BundleError, ConfigError, ParityFailed
 from fatdeploy.export.graph_files import graphs_of
@@ -28,9 +28,12 @@ from fatdeploy.runtimes.bench_svg import Scale
 from fatdeploy.runtimes.bench_table import milliseconds, percent, report_lines
 from fatdeploy.runtimes.bench_timing import Endless, Times, peak_bytes, random_sources, read_bandwidth, timed_decode
 from fatdeploy.runtimes.bench_weights import bytes_a_step_reads
+from fatdeploy.runtimes.fidelity import Fidelity
+from fatdeploy.runtimes.gate import read_material, write_material
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.verify import read_probes, write_probes
-from tests.bundles import bundle_of
+from tests.bundles import bundle_of, half_of
+from tests.quantized import quantized_of
 from tests.scripted import SPEC, ScriptedEngine
 from tests.test_run import on_a_terminal
 
@@ -92,6 +95,7 @@ def test_fidelity_and_size_stand_beside_every_latency(told: dict[str, Any]) -> N
     for preset, count in ((TINY, 4), (NAT, 2)):
         rows, bundle = rows_named(told, preset), bundle_of(preset)
         assert [row["fidelity"] for row in rows] == [{"tokens": 832, "same": 832, "share": 1.0}] * count
+        assert [row["certified_share"] for row in rows] == [1.0] * count
         assert {(row["digest"], row["bundle_bytes"]) for row in rows} == {(bundle.digest, bundle.total_bytes)}
     parities = [one["parity"]["tokens"] for one in told["report"]["bundles"]]
     assert parities == [832, 832]
@@ -146,17 +150,18 @@ def test_the_table_shows_each_phase_with_its_agreement(told: dict[str, Any]) -> 
     lines = told["result"].stdout.splitlines()
     size = bundle_of(TINY).total_bytes / 1e6
     assert lines[0] == (
-        f"{TINY}-ort, 1 thread: {size:.1f} MB, source 5, target 4; 832 of 832 tokens are the reference's (100 %)"
+        f"{TINY}-ort, 1 thread: {size:.1f} MB, source 5, target 4; 832 of 832 tokens are the reference's (100 %, "
+        "certified 100 %)"
     )
-    cells = "batch beams phase p50 ms p95 ms p99 ms min ms samples tokens/s peak MB agreement"
+    cells = "batch beams phase p50 ms p95 ms p99 ms min ms samples tokens/s peak MB agreement certified"
     assert " ".join(lines[1].split()) == cells
     # Load once, then four phases of four settings.
     section = lines[2 : lines.index("")]
     assert len(section) == 1 + 4 * 4
-    assert all(line.endswith(" 100 %") for line in section)
+    assert all(line.split()[-4:] == ["100", "%", "100", "%"] for line in section)
     row = rows_named(told, TINY)[0]["phases"]["per_token"]
     times = " ".join(milliseconds(row[name]) for name in ("p50_ms", "p95_ms", "p99_ms", "min_ms"))
-    assert " ".join(section[3].split()) == f"1 1 per token {times} 15 100 %"
+    assert " ".join(section[3].split()) == f"1 1 per token {times} 15 100 % 100 %"
     assert lines[-1].endswith("; 5 repetitions in 4 rounds after a warm-up.")
     assert list(report_lines(told["report"])) == lines
 
@@ -194,7 +199,7 @@ def test_the_page_has_all_numbers_in_tables(told: dict[str, Any]) -> None:
     tables = list(parsed(told["html"]).iter("table"))
     rows = [[cell.text or "" for cell in row.iter("td")] for table in tables for row in table.iter("tr")]
     assert len([row for row in rows if row]) == (1 + 4 * 4) + (1 + 2 * 2)
-    assert {row[-1] for row in rows if row} == {"100 %"}
+    assert {tuple(row[-2:]) for row in rows if row} == {("100 %", "100 %")}
 
 
 def test_a_name_cannot_write_into_the_page(told: dict[str, Any]) -> None:
@@ -274,7 +279,7 @@ def test_files_that_cannot_be_written_are_refused_before_any_work(tmp_path: Path
     assert "both name" in result.stderr
 
 
-def with_changed_probes(folder: Path, precision: Precision) -> Bundle:
+def with_changed_probes(folder: Path) -> Bundle:
     """Return a bundle whose last token of one probe is another than the reference's."""
     bundle = bundle_of(TINY)
     shutil.copytree(bundle.path, folder)
@@ -282,11 +287,11 @@ def with_changed_probes(folder: Path, precision: Precision) -> Bundle:
     tokens = probes[1].tokens.copy()
     tokens[2, -1] = (tokens[2, -1] + 1) % 64
     write_probes(folder / PROBES, [probes[0], replace(probes[1], tokens=tokens), *probes[2:]])
-    return write_manifest(folder, replace(bundle.manifest, precision=precision))
+    return write_manifest(folder, bundle.manifest)
 
 
 def test_a_bundle_of_fp32_that_says_another_token_is_not_measured(tmp_path: Path) -> None:
-    wrong = with_changed_probes(tmp_path / "wrong", "fp32")
+    wrong = with_changed_probes(tmp_path / "wrong")
     result = bench(wrong.path, *QUICK, "--json", tmp_path / "out.json", "--html", tmp_path / "out.html")
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith("Error: probe 1, row 2, step 47: the reference says token")
@@ -294,22 +299,86 @@ def test_a_bundle_of_fp32_that_says_another_token_is_not_measured(tmp_path: Path
 
 
 def test_later_rounds_of_fp32_are_checked_too(tmp_path: Path) -> None:
-    [plan] = plans_for({"wrong": with_changed_probes(tmp_path / "wrong", "fp32")}, replace(ASKED, batch=(1,)))
+    [plan] = plans_for({"wrong": with_changed_probes(tmp_path / "wrong")}, replace(ASKED, batch=(1,)))
     turn = replace(plan.turn(1, 1), source=5, target=2, settings=(Setting(1, 1),), repetitions=1)
     assert not turn.thorough
     with pytest.raises(ParityFailed, match="says 831 of the reference's 832 tokens, and fp32 must say all"):
         bench_turn.taken(turn)
 
 
-def test_of_a_quantized_bundle_the_share_is_reported(tmp_path: Path) -> None:
-    other = with_changed_probes(tmp_path / "int8", "int8")
+def quantized_with(folder: Path, other_tokens: int, **said: object) -> Bundle:
+    """Return a copy of a quantized bundle for whose reference so many tokens are others, with changes to its gate."""
+    bundle = quantized_of(TINY, "int8")
+    shutil.copytree(bundle.path, folder)
+    found = read_material(bundle)
+    tokens = found.tokens.copy()
+    places = tuple(axis[:other_tokens] for axis in np.nonzero(found.counts))
+    # What the engine reads changes too, so more steps than these may say something else.
+    tokens[places] = (tokens[places] + 1) % 64
+    write_material(folder / GATE, replace(found, tokens=tokens))
+    certificate = json.loads(bundle.file(PARITY).read_text())
+    certificate["gate"] |= said
+    (folder / PARITY).write_text(json.dumps(certificate))
+    return write_manifest(folder, bundle.manifest)
+
+
+def test_of_a_quantized_bundle_the_share_here_stands_beside_the_certified_one(tmp_path: Path) -> None:
+    recorded = json.loads(quantized_of(TINY, "int8").file(PARITY).read_text())["gate"]["agreement"]
+    # As on another CPU: one token more than here.
+    certified = (recorded["same_tokens"] + 1) / recorded["tokens"]
+    other = quantized_with(tmp_path / "int8", 0, agreement={**recorded, "share": certified})
     result = bench(other.path, *QUICK, "--json", tmp_path / "out.json", "--html", tmp_path / "out.html")
     assert result.exit_code == 0, result.stderr
-    assert "831 of 832 tokens are the reference's (99.88 %)" in result.stdout
+    shares = percent(recorded["share"]), percent(certified)
+    assert shares[0] != shares[1]
+    said = f"{recorded['same_tokens']} of {recorded['tokens']} tokens are the reference's"
+    assert f"{said} ({shares[0]}, certified {shares[1]})" in result.stdout
+    assert " ".join(result.stdout.splitlines()[2].split()).endswith(" ".join(shares))
     report = json.loads((tmp_path / "out.json").read_text())
-    assert report["rows"][0]["fidelity"] == {"tokens": 832, "same": 831, "share": 831 / 832}
+    expected = {"tokens": recorded["tokens"], "same": recorded["same_tokens"], "share": recorded["share"]}
+    assert [(row["fidelity"], row["certified_share"]) for row in report["rows"]] == [(expected, certified)]
     assert (report["bundles"][0]["precision"], report["bundles"][0]["parity"]) == ("int8", None)
-    assert "int8 (int8): 0.3 MB, 99.88 %" in (tmp_path / "out.html").read_text()
+    page = (tmp_path / "out.html").read_text()
+    assert f"int8 (int8): {other.total_bytes / 1e6:.1f} MB, {shares[0]}" in page
+    assert f"<b>agreement {shares[0]}, certified {shares[1]}</b>" in page
+    assert f">{shares[0]}</td><td >{shares[1]}</td>" in page
+
+
+@pytest.mark.parametrize(
+    ("bar", "other_tokens", "reason"),
+    [
+        (0.99, 0, r"the bar is 99\.00% and 9\d\.\d\d% were when it was exported"),
+        (None, 60, r"of which another CPU's rounding explains 7 tokens at most"),
+    ],
+    ids=["below its bar", "no bar, and far below what it was"],
+)
+def test_a_quantized_bundle_that_lost_its_tokens_here_is_not_measured(
+    tmp_path: Path, bar: float | None, other_tokens: int, reason: str
+) -> None:
+    said = {} if bar is None else {"bar": bar, "enforced": True}
+    wrong = quantized_with(tmp_path / "wrong", other_tokens, **said)
+    result = bench(wrong.path, *QUICK, "--json", tmp_path / "out.json", "--html", tmp_path / "out.html")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert re.match(rf"Error: {re.escape(str(wrong.path))}: \d+ of 711 tokens are the reference's here ", result.stderr)
+    assert re.search(reason, result.stderr)
+    assert result.stderr.endswith(f": no time was recorded; fatdeploy verify {wrong.path}\n")
+    assert not list(tmp_path.glob("out.*"))
+
+
+def test_no_time_is_recorded_of_half_precision_below_its_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle, half = bundle_of(TINY), half_of(TINY)
+    certificate = json.loads(half.file(PARITY).read_text())
+    monkeypatch.setattr(bench_turn, "token_fidelity", lambda *_: Fidelity(832, 800))
+    engine = ScriptedEngine({})
+    checked = bench_turn.check(half, engine, thorough=True)
+    assert (checked.fidelity.same, checked.promised.share) == (800, certificate["parity"]["agreement"])
+    certificate["parity"]["least_agreement"] = 0.995
+    monkeypatch.setattr(bench_turn, "certificate_of", lambda _: certificate)
+    with pytest.raises(ParityFailed, match=rf"the bar is 99\.50% .*; fatdeploy inspect {half.path}"):
+        bench_turn.check(half, engine, thorough=True)
+    certificate["parity"] = json.loads(bundle.file(PARITY).read_text())["parity"]
+    with pytest.raises(BundleError, match=r"parity\.json says nothing of the agreement \('least_agreement'\)"):
+        bench_turn.check(half, engine, thorough=True)
 
 
 def test_a_decode_that_says_something_else_the_second_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,6 +438,7 @@ def test_rows_put_together_what_the_rounds_measured() -> None:
             "load": load,
             "bandwidth": speed,
             "fidelity": {"same": same, "tokens": 9, "share": same / 9},
+            "certified_share": 0.99,
             "settings": [{"peak_bytes": peak, "tokens": 6, "times": [one]}],
         }
         for load, speed, same, peak, one in ((0.1, 1e9, 9, 70, times), (0.3, 2e9, 8, 60, slow))
@@ -382,7 +452,7 @@ def test_rows_put_together_what_the_rounds_measured() -> None:
     )
     assert row["tokens_per_s"] == pytest.approx(6 / 0.015)
     assert row["positions_ms"] == {"min": [4.0, 2.0, 1.0], "p50": [5.0, 3.0, 2.0]}
-    assert (row["peak_bytes"], row["fidelity"]["same"]) == (70, 8)
+    assert (row["peak_bytes"], row["fidelity"]["same"], row["certified_share"]) == (70, 8, 0.99)
     assert row["floor"]["ms"] == pytest.approx(plan.decoder_bytes / 2e9 * 1000)
 
 
