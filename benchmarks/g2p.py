@@ -4,6 +4,7 @@ Beside it the neural model of the g2p-en package, in an environment of its own, 
 trained on them. One process an engine, turns alternate, one thread each. An interrupted run goes on where it was.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from typing import Any
 import click
 import numpy as np
 
+from benchmarks.g2p_targets import targets
 from benchmarks.measuring import (
     CACHE,
     MEASURED,
@@ -28,9 +30,9 @@ from benchmarks.measuring import (
     write_result,
 )
 from fatdeploy.bundle import read_bundle
-from fatdeploy.export.g2p import CHECKPOINT, NAME
+from fatdeploy.export.g2p import CALIBRATION, CHECKPOINT, NAME, PROBES
 from fatdeploy.export.g2p.data import dictionary_file, entries_from_text, parts_of
-from fatdeploy.export.reference.checkpoint import CONFIG, TOKENIZER
+from fatdeploy.export.reference.checkpoint import CONFIG, TOKENIZER, WEIGHTS
 from fatdeploy.export.reference.config import ModelConfig
 from fatdeploy.export.tokenizers import loaded_tokenizer
 from fatdeploy.export.training.run import REPORT
@@ -40,8 +42,6 @@ OUT = RESULTS / "g2p.json"
 PEER = "g2p-en==2.1.0"
 PEER_NAME = "g2p-en"
 STRESS = re.compile("[0-2]")
-# What must hold, in words a second relative to the peer's.
-TARGETS = {1: 3.0, 32: 10.0}
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,24 @@ def peer_python(cache: Path) -> Path:
     return python
 
 
-def exported(source: str, precision: str, cache: Path) -> Path:
-    """Return the bundle of a model, which is exported if it is not there."""
-    folder = cache / f"{Path(source).name}.{precision}.bundle"
+def exported(name: str, source: str, precision: str, cache: Path) -> Path:
+    """Return the bundle of a model, which is exported unless these weights were by this code."""
+    checkpoint = CHECKPOINT if source == NAME else Path(source)
+    made_of = f"{checkpoint_digest(checkpoint)}-{code_digest('fatdeploy', 'export')}"
+    folder = cache / f"{name}-{made_of}.{precision}.bundle"
     if not folder.exists():
         command = ["export", source, "--precision", precision, "--out", folder]
         subprocess.run([sys.executable, "-m", "fatdeploy", *command], check=True)
     return folder.resolve()
+
+
+def checkpoint_digest(folder: Path) -> str:
+    """Return a hash of all files of a checkpoint that an export reads."""
+    digest = hashlib.sha256()
+    for name in (CONFIG, WEIGHTS, TOKENIZER, CALIBRATION.name, PROBES.name):
+        data = (folder / name).read_bytes() if (folder / name).exists() else b""
+        digest.update(f"{name} {len(data)}\0".encode() + data)
+    return digest.hexdigest()[:12]
 
 
 def taken(turn: Turn, words: Path, bundle: Path | None, cache: Path, repetitions: int) -> Any:
@@ -140,10 +151,10 @@ def row(turn: Turn, rounds: list[Any], references: list[list[str]]) -> dict[str,
 def main(compared: Path | None, rounds: int, repetitions: int, cache: Path, out: Path) -> None:
     """Measure errors and words a second of the bundled model, and of its peer."""
     cache.mkdir(parents=True, exist_ok=True)
-    bundles = {(NAME, precision): exported(NAME, precision, cache) for precision in ("int8", "fp32")}
+    bundles = {(NAME, precision): exported(NAME, NAME, precision, cache) for precision in ("int8", "fp32")}
     turns = TURNS
     if compared is not None:
-        bundles[COMPARED, "fp32"] = exported(str(compared), "fp32", cache)
+        bundles[COMPARED, "fp32"] = exported(COMPARED, str(compared), "fp32", cache)
         turns = (*TURNS, Turn(COMPARED, 1), Turn(COMPARED, 32))
     digests = {f"{name} {precision}": read_bundle(path).digest for (name, precision), path in bundles.items()}
     entries = parts_of(entries_from_text(dictionary_file().read_text(encoding="utf-8")))["test"]
@@ -177,7 +188,7 @@ def main(compared: Path | None, rounds: int, repetitions: int, cache: Path, out:
             f"{name} {precision}": {"digest": read_bundle(path).digest, "bytes": read_bundle(path).total_bytes}
             for (name, precision), path in bundles.items()
         },
-        "targets": TARGETS,
+        "targets": targets(rows),
         "results": rows,
         "training": json.loads((CHECKPOINT / REPORT).read_text()),
         "compared_training": None if compared is None else json.loads((compared / REPORT).read_text()),
