@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.g2p_targets import targets as g2p_targets
+
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -74,8 +76,9 @@ def quantized_table(result: dict[str, Any]) -> str:
         )
     measured = f"{where(result, ('onnxruntime', 'ctranslate2', 'torch'))}; source {result['source']} tokens, "
     steps = f"{result['target']} steps; tokens are compared where all before them are the reference's."
-    more = [*targets_table(result["targets"]), "", *profile_lines(result["profiles"])]
-    return "\n".join([*lines, "", *more, "", measured + steps])
+    # A result may be older than its profiles.
+    more = [*targets_table(result["targets"]), "", *profile_lines(result.get("profiles", []))]
+    return "\n".join([*lines, "", *more, measured + steps])
 
 
 def profile_lines(profiles: list[dict[str, Any]], precision: str = "int8") -> list[str]:
@@ -98,6 +101,7 @@ def profile_lines(profiles: list[dict[str, Any]], precision: str = "int8") -> li
         f"| where a step goes, {precision}, {threads}: ms by onnxruntime's record, which costs time itself | {heads} |",
         f"|---|{'---|' * len(shown_ones)}",
         *(f"| {name} | {' | '.join(f'{ms:.2f}' for ms in found)} |" for name, found in rows.items()),
+        "",
     ]
 
 
@@ -107,12 +111,21 @@ def targets_table(targets: list[dict[str, Any]]) -> list[str]:
     cells: dict[str, dict[int, str]] = {}
     for one in targets:
         cells.setdefault(one["target"], {})[one.get("batch", batches[0])] = verdict(one)
-    met = [one["met"] for one in targets]
     return [
-        f"| {met.count(True)} of {counted(len(met), 'target')} are met | {' | '.join(f'batch {n}' for n in batches)} |",
+        f"| {targets_met(targets)} | {' | '.join(f'batch {n}' for n in batches)} |",
         f"|---|{'---|' * len(batches)}",
         *(f"| {name} | {' | '.join(row.get(n, '') for n in batches)} |" for name, row in cells.items()),
     ]
+
+
+def targets_met(targets: list[dict[str, Any]]) -> str:
+    """Return how many of all targets are met."""
+    return f"{sum(one['met'] is True for one in targets)} of {counted(len(targets), 'target')} are met"
+
+
+def targets_list(targets: list[dict[str, Any]]) -> list[str]:
+    """Return the same where there are no batches."""
+    return [f"| {targets_met(targets)} | |", "|---|---|", *(f"| {one['target']} | {verdict(one)} |" for one in targets)]
 
 
 def verdict(target: dict[str, Any]) -> str:
@@ -307,7 +320,9 @@ def g2p_lines(result: dict[str, Any]) -> str:
             f" The `transformer` has {other['parameters']:,} parameters and was trained on the same pairs for "
             f"{len(other['epochs'])} epochs ({other['seconds'] / 60:.0f} minutes on one core)."
         )
-    return "\n".join([*lines, "", about, "", f"{where(result, ('onnxruntime', 'numpy'))}."])
+    # Of the rows, not as written with them: a result may be older than a target.
+    held = targets_list(g2p_targets(result["results"]))
+    return "\n".join([*lines, "", *held, "", about, "", f"{where(result, ('onnxruntime', 'numpy'))}."])
 
 
 # What stands between each pair of marks, in order. A result that nobody measured yet has no table.
@@ -344,7 +359,7 @@ def main() -> None:
     old = README.read_text()
     new = with_tables(old)
     if "--check" in sys.argv[1:]:
-        sys.exit("README.md is not what the results give: run python benchmarks/readme.py" if old != new else 0)
+        sys.exit("README.md is not what the results give: run python -m benchmarks.readme" if old != new else 0)
     README.write_text(new)
 
 

@@ -20,7 +20,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 def test_its_numbers_are_those_of_the_committed_results() -> None:
     run = subprocess.run(
-        [sys.executable, "benchmarks/readme.py", "--check"], capture_output=True, text=True, cwd=ROOT, check=False
+        [sys.executable, "-m", "benchmarks.readme", "--check"], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert run.returncode == 0, run.stderr
 
