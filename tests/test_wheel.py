@@ -116,6 +116,15 @@ def test_every_module_that_git_knows_is_in_the_wheel(wheel: Path, checkout: Path
     assert modules == {name for name in files_in(wheel) if name.endswith(".py")}
 
 
+def test_the_bundled_model_is_in_the_wheel_whole(wheel: Path, checkout: Path) -> None:
+    folder = checkout / "export" / "g2p" / "checkpoint"
+    place = "fatdeploy/export/g2p/checkpoint/"
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name: archive.read(name) for name in archive.namelist() if name.startswith(place)}
+    assert found == {place + path.name: path.read_bytes() for path in folder.iterdir()}
+    assert {place + name for name in ("config.json", "model.safetensors", "tokenizer.json", "NOTICE")} <= found.keys()
+
+
 def test_a_wheel_made_from_the_source_archive_has_the_same_files(wheel: Path, checkout: Path) -> None:
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", "through-sdist", folder=checkout)
     (archive,) = (checkout / "through-sdist").glob("*.tar.gz")
