@@ -1,8 +1,11 @@
 """The bundled model: its data, its checkpoint, and its graphs on every word of the test part."""
 
+import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 
 import fatdeploy
 from benchmarks.g2p import errors
+from benchmarks.g2p_targets import targets
 from fatdeploy.bundle import PARITY, Dialect
 from fatdeploy.export.g2p import CHECKPOINT
 from fatdeploy.export.g2p.data import entries_from_text
@@ -19,21 +23,48 @@ from fatdeploy.export.training.run import REPORT
 from fatdeploy.runtimes.decode import decode, padded
 from fatdeploy.runtimes.engine import Engine
 from fatdeploy.runtimes.hypothesis import Hypothesis
-from fatdeploy.runtimes.lockstep import agreement_of, compared
+from fatdeploy.runtimes.lockstep import TIE_MARGINS, agreement_of, compared
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort import OrtEngine
 from tests.quantized import quantized_g2p
 from tests.words import g2p_bundle, ids_of_test_words, parts, reference, references
 
 ROOT = Path(__file__).parent.parent
+RESULT = ROOT / "benchmarks" / "results" / "g2p.json"
 BATCH = 100
-# Two scores of beams that are this near are a tie: sums of log-probabilities of up to 21 tokens in fp32.
-SCORE_NOISE = 1e-4
+# Two scores of beams that are this near are a tie: means of log-probabilities in fp32, at most 2e-6 apart where measured.
+SCORE_NOISE = 1e-5
+# Not reached yet; the README says so. A worse checkpoint misses others.
+MISSED = {
+    "phonemes wrong with stress, %",
+    "words a second, 1 at once, times g2p-en's: the faster precision",
+    "words a second, 32 at once, times g2p-en's: the faster precision",
+}
 
 
-def searched(engine: Engine[Any], options: DecodeOptions) -> list[Hypothesis]:
-    ids = ids_of_test_words()
+def searched(engine: Engine[Any], options: DecodeOptions, every: int = 1) -> list[Hypothesis]:
+    ids = ids_of_test_words()[::every]
     return [one for start in range(0, len(ids), BATCH) for one in decode(engine, ids[start : start + BATCH], options)]
+
+
+@cache
+def expected(beams: int) -> list[Hypothesis]:
+    """Return what the reference says of every test word."""
+    return searched(reference(), DecodeOptions(num_beams=beams))
+
+
+def steps_of(words: Sequence[str]) -> int:
+    """Return how many steps the longest pronunciation of some words takes, the end included."""
+    return 1 + max(len(said.split()) for word in words for said in references()[word])
+
+
+def margin_of_bound(ids: list[int], found: tuple[int, ...], said: tuple[int, ...]) -> float:
+    """Return the reference's margin where a word's pronunciation first differs from its own, as a part of the noise."""
+    assert reference().spec.target_order == "left_to_right"
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(found, said, strict=False))
+    step = len(list(same))
+    one = compared(reference(), reference(), *padded([ids], reference().spec), steps=step + 1)
+    return float(one.margins[0, step] / one.bounds[0])
 
 
 def test_a_dictionary_line_is_a_word_and_its_phonemes() -> None:
@@ -58,41 +89,67 @@ def test_the_checkpoint_is_small_and_comes_with_the_notice_of_its_data() -> None
 
 @pytest.mark.parametrize("dialect", ["ort", "standard"])
 def test_every_logit_of_every_test_word_is_the_references(dialect: Dialect) -> None:
-    engine, ids = OrtEngine(g2p_bundle(dialect), threads=1), ids_of_test_words()
+    engine, ids, words = OrtEngine(g2p_bundle(dialect), threads=1), ids_of_test_words(), sorted(references(), key=len)
     comparisons = []
     for start in range(0, len(ids), BATCH):
         source, mask = padded(ids[start : start + BATCH], engine.spec)
-        comparisons.append(compared(engine, reference(), source, mask, steps=12))
+        steps = steps_of(words[start : start + BATCH])
+        comparisons.append(compared(engine, reference(), source, mask, steps=steps))
+    # Whatever is no tie by the reference's margin is an error here.
     agreement = agreement_of(comparisons)
     assert agreement.rows == 2000
-    assert agreement.ties == 0
+    assert max(one.expected.shape[1] for one in comparisons) == steps_of(words) > 12
+    print("ties:", [float(margin) for one in comparisons for margin in one.margins[one.ties]])
 
 
-def test_greedy_pronunciations_are_the_references() -> None:
-    engine = OrtEngine(g2p_bundle(), threads=1)
-    assert searched(engine, DecodeOptions()) == searched(reference(), DecodeOptions())
+@pytest.mark.parametrize("dialect", ["ort", "standard"])
+def test_greedy_pronunciations_are_the_references(dialect: Dialect) -> None:
+    found = searched(OrtEngine(g2p_bundle(dialect), threads=1), DecodeOptions())
+    other = [
+        (ids, one.tokens, two.tokens)
+        for ids, one, two in zip(ids_of_test_words(), found, expected(1), strict=True)
+        if one != two
+    ]
+    ties = {str(said): margin_of_bound(ids, mine, said) for ids, mine, said in other}
+    print(f"ties: {ties}")
+    assert len(found) == 2000
+    assert all(margin <= TIE_MARGINS for margin in ties.values()), f"margins, in bounds of the noise: {ties}"
 
 
-def test_beams_are_the_references() -> None:
-    options = DecodeOptions(num_beams=5)
-    found, expected = (searched(engine, options) for engine in (OrtEngine(g2p_bundle(), threads=1), reference()))
-    other = [(one, two) for one, two in zip(found, expected, strict=True) if one.tokens != two.tokens]
-    for one, two in other:  # only as a tie
-        assert one.score is not None
-        assert one.score == pytest.approx(two.score, abs=SCORE_NOISE)
-    assert len(other) <= 2
-    scores = np.array([(one.score, two.score) for one, two in zip(found, expected, strict=True)])
-    assert np.abs(scores[:, 0] - scores[:, 1]).max() < SCORE_NOISE
+def test_a_pronunciation_that_ends_too_early_is_no_tie() -> None:
+    for ids, one in list(zip(ids_of_test_words(), expected(1), strict=True))[::200]:
+        assert margin_of_bound(ids, one.tokens[:-1], one.tokens) > 100 * TIE_MARGINS
+
+
+@pytest.mark.parametrize(("dialect", "every"), [("ort", 1), ("standard", 4)])
+def test_beams_are_the_references(dialect: Dialect, every: int) -> None:
+    found = searched(OrtEngine(g2p_bundle(dialect), threads=1), DecodeOptions(num_beams=5), every)
+    pairs = list(zip(found, expected(5)[::every], strict=True))
+    scores = np.array([(one.score, two.score) for one, two in pairs])
+    apart = np.abs(scores[:, 0] - scores[:, 1])
+    assert len(apart) == 2000 // every
+    ties = {
+        str(two.tokens): margin for (one, two), margin in zip(pairs, apart, strict=True) if one.tokens != two.tokens
+    }
+    print(f"ties: {ties}")
+    # Also of the words that are said otherwise: another one whose score is no less is a tie, any other a miss.
+    assert apart.max() < SCORE_NOISE, f"scores are up to {apart.max():.1e} apart, said otherwise: {ties}"
 
 
 @pytest.mark.parametrize("beams", [1, 5])
 def test_words_that_it_never_saw_are_pronounced_as_well_as_the_results_say(beams: int) -> None:
     with fatdeploy.load(g2p_bundle().path, threads=1) as model:
         said = [one.text or "" for one in model.generate(list(references()), DecodeOptions(num_beams=beams))]
-    result = json.loads((ROOT / "benchmarks" / "results" / "g2p.json").read_text())
+    result = json.loads(RESULT.read_text())
     mine = {"engine": "g2p", "precision": "fp32", "batch": 1, "beams": beams}
-    [expected] = [row for row in result["results"] if mine.items() <= row.items()]
-    assert errors(said, list(references().values())) == pytest.approx(expected["errors"], abs=0.051)
+    [row] = [row for row in result["results"] if mine.items() <= row.items()]
+    assert errors(said, list(references().values())) == pytest.approx(row["errors"], abs=0.051)
+
+
+def test_the_results_miss_no_more_targets_than_is_known() -> None:
+    held = {one["target"]: one["met"] for one in targets(json.loads(RESULT.read_text())["results"])}
+    assert held.keys() > MISSED
+    assert {name for name, met in held.items() if not met} <= MISSED
 
 
 @pytest.mark.parametrize(("precision", "points"), [("int8", 0.3), ("int4", 1.0)])
