@@ -15,7 +15,7 @@ from fatdeploy.export.contract import Choices
 from fatdeploy.export.g2p import NAME
 from fatdeploy.export.pipeline import weights_hash, write_bundle
 from fatdeploy.export.precision import Asked
-from fatdeploy.export.sources import model_from_source
+from fatdeploy.export.sources import bundled_model
 from fatdeploy.runtimes.gate import certificate_of, verified_quantized
 from fatdeploy.runtimes.hypothesis import Hypothesis
 from fatdeploy.runtimes.model import Model
@@ -98,7 +98,7 @@ def _compared(bundle: Bundle) -> tuple[dict[str, Any], dict[str, Any] | None]:
 
 
 def _exported(folder: Path, stage: Callable[[str], None]) -> Bundle:
-    model, origin = model_from_source(NAME)
+    model, origin = bundled_model()
     if folder.exists():
         bundle = read_bundle(folder)
         if bundle.manifest.source.name != NAME:

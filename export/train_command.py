@@ -50,7 +50,7 @@ def _setting(name: str, text: str) -> Callable[[Command], Command]:
     epilog="""\b
 Examples:
   fatdeploy train pairs.tsv --preset fat-small --out my-model
-  fatdeploy train words.tsv --tokenizer symbols --preset fat-small --set width=128 --set decoder_layers=1 --out g2p
+  fatdeploy train words.tsv --tokenizer symbols --preset fat-small --set width=128 --set decoder_layers=1 --out words
   fatdeploy train pairs.tsv --validation held-out.tsv --tokenizer bpe --vocab-size 4000 --epochs 40 --out my-model
   fatdeploy train pairs.tsv --preset fat-small --out my-model --resume
 """
@@ -100,6 +100,7 @@ def train(
     """
     need_export_packages()
     from fatdeploy.errors import ConfigError
+    from fatdeploy.export.names import typed_folder
     from fatdeploy.export.training.data import read_parts
     from fatdeploy.export.training.run import REPORT, Plan, Training
 
@@ -118,7 +119,7 @@ def train(
     if as_json:
         click.echo((out / REPORT).read_text(encoding="utf-8"), nl=False)
         return
-    click.echo(f"{out}: {_score_line(score)}. Next: fatdeploy export {out} --out {out}.bundle")
+    click.echo(f"{out}: {_score_line(score)}. Next: fatdeploy export {typed_folder(out)} --out {out}.bundle")
 
 
 def _train(training: "Training") -> None:

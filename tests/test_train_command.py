@@ -224,6 +224,14 @@ def test_quiet_says_nothing_but_the_result(pairs: Path, tmp_path: Path) -> None:
     assert len(result.stdout.splitlines()) == 1
 
 
+def test_the_next_command_means_the_folder_where_a_model_has_its_name(
+    pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = train(pairs, Path("g2p"), "--epochs", "1")
+    assert result.stdout.endswith("Next: fatdeploy export ./g2p --out g2p.bundle\n")
+
+
 def test_json_is_the_report(pairs: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     apart = tmp_path / "apart.tsv"
