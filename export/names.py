@@ -18,8 +18,8 @@ def check_meaning(source: str) -> None:
     if is_name(source) and (Path(source) / CONFIG).is_file():
         kind = "the bundled model" if source == g2p.NAME else "a preset"
         raise ConfigError(
-            f"{source} is {kind} and a checkpoint's folder here: type ./{source} for the folder, or run this in another "
-            f"folder for {kind}"
+            f"{source} is {kind} and a checkpoint's folder here: type ./{source} for the folder, or run this elsewhere "
+            f"for {kind}"
         )
 
 

@@ -29,7 +29,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
 def test_a_name_that_is_a_checkpoints_folder_too_is_refused_and_a_path_means_the_folder(
     own: nn.Module, name: str, kind: str
 ) -> None:
-    told = rf"{name} is {kind} and a checkpoint's folder here: type \./{name} for the folder, or run this in another"
+    told = rf"{name} is {kind} and a checkpoint's folder here: type \./{name} for the folder, or run this elsewhere"
     with pytest.raises(ConfigError, match=told):
         model_from_source(name)
     found, origin = model_from_source(f"./{name}")
