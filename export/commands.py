@@ -80,10 +80,10 @@ Examples:
 @click.argument("words", nargs=-1)
 @click.option(
     "--bundle",
-    default="g2p.bundle",
+    default="demo.bundle",
     show_default=True,
     type=click.Path(path_type=Path),
-    help="Where the exported model is, or is put.",
+    help="Where the exported model is, or is put; a bundle with another precision or attention is refused.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def demo(words: tuple[str, ...], bundle: Path, as_json: bool) -> None:
@@ -91,7 +91,7 @@ def demo(words: tuple[str, ...], bundle: Path, as_json: bool) -> None:
 
     Exports it to int8 (the first time), proves that the graphs say what the PyTorch model says and how close the
     integers come to it, and shows for each word the best pronunciations with their scores, from which letters one was
-    read, and how long a word takes.
+    read, and how long a word takes. Capital letters are read as small ones.
     """
     need_export_packages()
     from fatdeploy.export.demo import WORDS, demonstrated, picture_lines
@@ -111,12 +111,11 @@ def demo(words: tuple[str, ...], bundle: Path, as_json: bool) -> None:
         f"\nlatency of a word, greedy, {shown.threads} thread: p50 {shown.p50_ms:.2f} ms, p95 {shown.p95_ms:.2f} ms"
     )
     click.echo(f"parity: {parity_line(shown.parity)}")
-    if shown.quantized is not None:
-        found = shown.quantized
-        click.echo(
-            f"int8: {found['share']:.2%} of {found['tokens']} tokens and {found['same_sequences']} of "
-            f"{found['sequences']} words are the reference's; a row of a batch is bit for bit the row alone"
-        )
+    found = shown.quantized
+    click.echo(
+        f"int8: {found['share']:.2%} of {found['tokens']} tokens and {found['same_sequences']} of "
+        f"{found['sequences']} words are the reference's; a row of a batch is bit for bit the row alone"
+    )
     click.echo(f"bundle: {bundle}, {shown.bundle_bytes / 1e6:.1f} MB. Next: fatdeploy run {bundle} YOUR WORDS")
 
 

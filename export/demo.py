@@ -1,5 +1,6 @@
 """The demonstration: the bundled model from checkpoint to words on this machine."""
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -9,19 +10,18 @@ from typing import Any
 import numpy as np
 
 import fatdeploy
-from fatdeploy.bundle import PROBES, Bundle, read_bundle
-from fatdeploy.errors import ConfigError
+from fatdeploy.bundle import Bundle, read_bundle
+from fatdeploy.errors import ConfigError, in_one_line
 from fatdeploy.export.contract import Choices
-from fatdeploy.export.g2p import NAME
+from fatdeploy.export.g2p import LICENCE, NAME
 from fatdeploy.export.pipeline import weights_hash, write_bundle
-from fatdeploy.export.precision import Asked
-from fatdeploy.export.sources import model_from_source
+from fatdeploy.export.precision import Asked, Integers
+from fatdeploy.export.sources import bundled_model
 from fatdeploy.runtimes.gate import certificate_of, verified_quantized
 from fatdeploy.runtimes.hypothesis import Hypothesis
 from fatdeploy.runtimes.model import Model
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.verify import read_probes, verified
 
 WORDS = (
     "hello",
@@ -40,6 +40,10 @@ WORDS = (
 BEAMS, ALTERNATIVES = 5, 3
 REPETITIONS = 25  # of every word, for its latency
 SHADES = " ░▒▓█"
+# What is exported: integers, with the cross-attention of the first decoder layer for the picture.
+PRECISION: Integers = "int8"
+ATTENTION = 0
+LETTERS = re.compile("[a-z']+")
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Demonstration:
     bundle: str
     bundle_bytes: int
     parity: dict[str, Any]  # of the graphs in fp32
-    quantized: dict[str, Any] | None  # how close their integers come, measured here
+    quantized: dict[str, Any]  # how close their integers come, measured here
     words: list[Pronounced]
     p50_ms: float
     p95_ms: float
@@ -72,25 +76,33 @@ class Demonstration:
 
 def demonstrated(words: Sequence[str], folder: Path, stage: Callable[[str], None]) -> Demonstration:
     """Return what the bundled model makes of words; its bundle is exported to ``folder`` unless it is there."""
+    words = _letters_of(words)
     bundle = _exported(folder, stage)
     stage("comparing with the reference's tokens")
     parity, quantized = _compared(bundle)
     stage("pronouncing")
     with fatdeploy.load(folder, threads=1) as model:
-        found = model.generate(list(words), DecodeOptions(num_beams=BEAMS, num_return_sequences=ALTERNATIVES))
-        greedy = model.generate(list(words))
+        found = model.generate(words, DecodeOptions(num_beams=BEAMS, num_return_sequences=ALTERNATIVES))
+        greedy = model.generate(words)
         times = _times(model, words)
     shown = [_pronounced(*each) for each in zip(words, found, greedy, strict=True)]
     p50, p95 = np.percentile(np.array(times) * 1e3, [50, 95]).tolist()
     return Demonstration(str(folder), bundle.total_bytes, parity, quantized, shown, p50, p95, 1)
 
 
-def _compared(bundle: Bundle) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the parity of a bundle's graphs in fp32 and, of integers, how close they are to the reference here."""
+def _letters_of(words: Sequence[str]) -> list[str]:
+    """Return words as the model was trained to read them, in lower case; what no word of it has is refused."""
+    lower = [word.lower() for word in words]
+    wrong = [repr(word) for word in lower if not LETTERS.fullmatch(word)]
+    if wrong:
+        raise ConfigError(f"a word is letters from a to z and apostrophes, found {', '.join(wrong)}: leave them out")
+    return lower
+
+
+def _compared(bundle: Bundle) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the parity of a bundle's graphs in fp32, and how close its integers are to the reference here."""
     engine = OrtEngine(bundle, threads=1, spinning=False)
     try:
-        if bundle.manifest.quantization is None:
-            return verified(engine, read_probes(bundle.file(PROBES))).as_dict(), None
         certificate = certificate_of(bundle)
         return certificate["parity"], verified_quantized(engine, bundle, certificate)
     finally:
@@ -98,15 +110,32 @@ def _compared(bundle: Bundle) -> tuple[dict[str, Any], dict[str, Any] | None]:
 
 
 def _exported(folder: Path, stage: Callable[[str], None]) -> Bundle:
-    model, origin = model_from_source(NAME)
+    """Return the bundle in a folder; it is exported if there is none, or one of other weights of the same model."""
+    model, origin = bundled_model()
     if folder.exists():
         bundle = read_bundle(folder)
-        if bundle.manifest.source.name != NAME:
-            raise ConfigError(f"{folder} is a bundle of {bundle.manifest.source.name}: name another with --bundle")
+        _check_own(bundle)
         if bundle.manifest.source.sha256 == weights_hash(model):
             return bundle
-    choices, asked = Choices(attention_layer=0), Asked(precision="int8")
+        stage("the weights are others than those in the bundle: exporting again")
+    choices, asked = Choices(attention_layer=ATTENTION), Asked(precision=PRECISION)
     return write_bundle(model, folder, origin=origin, choices=choices, quantize=asked, force=True, stage=stage)
+
+
+def _check_own(bundle: Bundle) -> None:
+    """Refuse a bundle that is not as the demonstration exports it: it is somebody's, and lacks what is shown."""
+    manifest, alignment = bundle.manifest, bundle.spec.alignment
+    compared: dict[str, tuple[object, object]] = {
+        "model": (manifest.source.name, NAME),
+        "licence": (manifest.source.licence, LICENCE),
+        "target": (manifest.target, "ort-cpu"),
+        "precision": (manifest.precision, PRECISION),
+        "attention": (None if alignment is None else alignment.layer, ATTENTION),
+    }
+    wrong = [f"{name} is {found}, expected {wanted}" for name, (found, wanted) in compared.items() if found != wanted]
+    if wrong:
+        told = in_one_line(f"{bundle.path} is not a bundle of the demonstration", wrong)
+        raise ConfigError(f"{told}; name a folder that is not there yet with --bundle")
 
 
 def _pronounced(word: str, found: Hypothesis, greedy: Hypothesis) -> Pronounced:

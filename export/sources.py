@@ -6,6 +6,7 @@ from torch import nn
 
 from fatdeploy.errors import ConfigError
 from fatdeploy.export import g2p
+from fatdeploy.export.names import check_meaning
 from fatdeploy.export.own import is_factory, model_from_factory
 from fatdeploy.export.pipeline import Origin
 from fatdeploy.export.reference.checkpoint import TOKENIZER, load_checkpoint
@@ -15,19 +16,14 @@ from fatdeploy.export.reference.weights import model_from_preset
 
 def model_from_source(source: str, *, licence: str | None = None) -> tuple[nn.Module, Origin]:
     """Return the model that a name, a folder or ``package.module:factory`` stands for, and where it comes from."""
+    check_meaning(source)
     if source in preset_names():
         return model_from_preset(source), Origin(name=source, licence=licence, random=True)
-    folder = g2p.CHECKPOINT if source == g2p.NAME else Path(source)
+    if source == g2p.NAME:
+        return bundled_model(licence=licence)
+    folder = Path(source)
     if folder.is_dir():
         tokenizer = folder / TOKENIZER
-        if source == g2p.NAME:
-            return load_checkpoint(folder), Origin(
-                name=source,
-                licence=licence or g2p.LICENCE,
-                tokenizer=tokenizer,
-                calibration=g2p.CALIBRATION,
-                probes=g2p.PROBES,
-            )
         origin = Origin(name=folder.name, licence=licence, tokenizer=tokenizer if tokenizer.is_file() else None)
         return load_checkpoint(folder), origin
     if is_factory(source):
@@ -36,3 +32,15 @@ def model_from_source(source: str, *, licence: str | None = None) -> tuple[nn.Mo
         f"{source} is neither {g2p.NAME} nor a preset nor a checkpoint's folder nor package.module:factory. "
         f"Presets: {', '.join(preset_names())}"
     )
+
+
+def bundled_model(*, licence: str | None = None) -> tuple[nn.Module, Origin]:
+    """Return the model that comes with fatdeploy, and where it comes from."""
+    origin = Origin(
+        name=g2p.NAME,
+        licence=licence or g2p.LICENCE,
+        tokenizer=g2p.CHECKPOINT / TOKENIZER,
+        calibration=g2p.CALIBRATION,
+        probes=g2p.PROBES,
+    )
+    return load_checkpoint(g2p.CHECKPOINT), origin

@@ -4,7 +4,7 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import Event
@@ -50,7 +50,7 @@ def _setting(name: str, text: str) -> Callable[[Command], Command]:
     epilog="""\b
 Examples:
   fatdeploy train pairs.tsv --preset fat-small --out my-model
-  fatdeploy train words.tsv --tokenizer symbols --preset fat-small --set width=128 --set decoder_layers=1 --out g2p
+  fatdeploy train words.tsv --tokenizer symbols --preset fat-small --set width=128 --set decoder_layers=1 --out words
   fatdeploy train pairs.tsv --validation held-out.tsv --tokenizer bpe --vocab-size 4000 --epochs 40 --out my-model
   fatdeploy train pairs.tsv --preset fat-small --out my-model --resume
 """
@@ -100,6 +100,7 @@ def train(
     """
     need_export_packages()
     from fatdeploy.errors import ConfigError
+    from fatdeploy.export.names import typed_folder
     from fatdeploy.export.training.data import read_parts
     from fatdeploy.export.training.run import REPORT, Plan, Training
 
@@ -118,7 +119,7 @@ def train(
     if as_json:
         click.echo((out / REPORT).read_text(encoding="utf-8"), nl=False)
         return
-    click.echo(f"{out}: {_score_line(score)}. Next: fatdeploy export {out} --out {out}.bundle")
+    click.echo(f"{out}: {_score_line(score)}. Next: fatdeploy export {typed_folder(out)} --out {out}.bundle")
 
 
 def _train(training: "Training") -> None:
@@ -128,7 +129,7 @@ def _train(training: "Training") -> None:
         for event in training.events():
             if isinstance(event, Epoch):
                 line.clear()
-                _say_epoch(event, training.trainer.settings.epochs)
+                _say_epoch(training.trainer.progress.epochs, training.trainer.settings.epochs)
             else:
                 line.show(event.epoch, event.step, event.loss)
             if asked.is_set():
@@ -198,11 +199,15 @@ def _say(text: str) -> None:
         click.echo(text, err=True)
 
 
-def _say_epoch(epoch: "Epoch", n_epochs: int) -> None:
+def _say_epoch(epochs: "Sequence[Epoch]", n_epochs: int) -> None:
+    """Say what is known after the last of these epochs; their seconds add up."""
+    epoch = epochs[-1]
+    seconds = epoch.seconds - (epochs[-2].seconds if len(epochs) > 1 else 0)
     kept = "  kept" if epoch.best else ""
     _say(
-        f"epoch {epoch.number}/{n_epochs}  {epoch.seconds:.0f} s  training loss {epoch.train_loss:.4f}  "
-        f"validation loss {epoch.score.loss:.4f}, {_score_line(epoch.score)}{kept}"
+        f"epoch {epoch.number}/{n_epochs}  {seconds:.1f} s, {epoch.seconds:.1f} s in all  "
+        f"training loss {epoch.train_loss:.4f}  validation loss {epoch.score.loss:.4f}, "
+        f"{_score_line(epoch.score)}{kept}"
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 import click
 
-from fatdeploy.errors import ConfigError
+from fatdeploy.errors import BackendUnavailable, ConfigError
 from fatdeploy.pairs import read_pairs
 from fatdeploy.runtimes.command_options import EngineArguments, engine_options
 from fatdeploy.runtimes.metrics import METRICS, OF_TEXT, Score, need_sacrebleu
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from click._termui_impl import ProgressBar
 
     from fatdeploy.runtimes.evaluation import Decoded, Example
+
+
+log = logging.getLogger("fatdeploy")
 
 
 class DecodeArguments(TypedDict):
@@ -83,7 +86,7 @@ Examples:
     multiple=True,
     metavar="NAME,...",
     callback=names_from_text,
-    help="What to compute, of the names below; all unless said.",
+    help="What to compute, of the names below; all that can be had unless said.",
 )
 @click.option(
     "--ignore",
@@ -162,14 +165,20 @@ def eval(  # noqa: A001 - the name of the command
 
 
 def wanted(names: Sequence[str], as_ids: bool, ignored: re.Pattern[str] | None) -> list[str]:
-    """Return the metrics to compute; what cannot be had is an error before anything is decoded."""
+    """Return the metrics to compute; one that was named and cannot be had is an error before anything is decoded."""
     chosen = list(names) or [name for name in METRICS if not (as_ids and name in OF_TEXT)]
     of_text = [name for name in chosen if name in OF_TEXT]
     reasons = [f"--metric {name}" for name in of_text if as_ids] + ["--ignore"] * (as_ids and ignored is not None)
     if reasons:
         raise click.UsageError(f"--ids compares token ids, but {', '.join(reasons)} needs text: leave one out")
-    if of_text:
-        need_sacrebleu()
+    try:
+        if of_text:
+            need_sacrebleu()
+    except BackendUnavailable:
+        if names:
+            raise
+        log.warning("%s left out, sacrebleu is not here: pip install 'fatdeploy[eval]'", " and ".join(of_text))
+        return [name for name in chosen if name not in OF_TEXT]
     return chosen
 
 

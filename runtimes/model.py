@@ -26,6 +26,7 @@ from fatdeploy.runtimes.ort_sessions import Provider, onnxruntime_module
 from fatdeploy.runtimes.stops import cut_text
 from fatdeploy.runtimes.streaming import Stream
 from fatdeploy.runtimes.text import Encoded, Tokenizer, tokenizer_from_file
+from fatdeploy.runtimes.tokenizer_files import UNK
 from fatdeploy.spec import ModelSpec, Tokens
 
 Source = str | Sequence[int] | Tokens
@@ -34,6 +35,9 @@ Source = str | Sequence[int] | Tokens
 BATCH_TOKENS = 8192
 
 DEFAULT_OPTIONS = DecodeOptions()
+
+# Unknown characters that a warning names; the others are counted.
+MOST_NAMED = 10
 
 log = logging.getLogger("fatdeploy")
 
@@ -89,7 +93,8 @@ class Model:
         A source that is longer than ``max_source`` is an error, before anything is decoded; with ``truncate`` it is
         cut, and ``dropped`` says by how much. Sources of similar lengths are decoded together, the longest first: at
         most ``batch_tokens`` positions, which changes no result. ``progress`` is told after each batch how many sources
-        it had. Those whose batch was not begun when ``timeout_s`` was over are ``cancelled`` without a token.
+        it had. Those whose batch was not begun when ``timeout_s`` was over are ``cancelled`` without a token. A warning
+        is logged of characters that the tokenizer does not know, once a call.
         """
         _check_call(options, truncate, batch_tokens, progress)
         _check_list(sources)
@@ -169,6 +174,8 @@ class Model:
         dropped = [one.ids.size - row.size for one, row in zip(encoded, rows, strict=True)]
         if any(dropped):
             log.warning("sources cut to max_source = %d: tokens dropped %s", self.spec.max_source, dropped)
+        if unknown := list(dict.fromkeys(character for one in encoded for character in one.unknown)):
+            _warn_of_unknown(unknown)
         return [Given(row, missing) for row, missing in zip(rows, dropped, strict=True)]
 
     def _decoding(
@@ -269,6 +276,12 @@ def _tokenizer_of(bundle: Bundle) -> Tokenizer | None:
     if known > most:
         raise BundleError(f"{bundle.file(TOKENIZER)} has {known} tokens, the model {most}: it is another model's")
     return tokenizer
+
+
+def _warn_of_unknown(characters: Sequence[str]) -> None:
+    more = f" and {len(characters) - MOST_NAMED} more" if len(characters) > MOST_NAMED else ""
+    named = ", ".join(map(repr, characters[:MOST_NAMED]))
+    log.warning("characters that the tokenizer does not know are read as %s: %s%s", UNK, named, more)
 
 
 def _warn_of_version(bundle: Bundle, version: str) -> None:

@@ -16,10 +16,14 @@ from fatdeploy.runtimes.tokenizer_files import SPECIAL, UNK, TokenizerFile, file
 
 @dataclass(frozen=True)
 class Encoded:
-    """A source's tokens, of which the last ``closing`` stay where they are when it is cut."""
+    """A source's tokens, of which the last ``closing`` stay where they are when it is cut.
+
+    ``unknown`` are characters that there is no token for, in the order of the text.
+    """
 
     ids: NDArray[np.generic]
     closing: int = 0
+    unknown: tuple[str, ...] = ()
 
     def cut(self, most: int) -> NDArray[np.generic]:
         """Return at most so many tokens: the first ones, and those that close every source."""
@@ -82,7 +86,10 @@ class CharacterTokenizer:
 
     def encoded(self, text: str) -> Encoded:
         """Return a token for each character; none are around them."""
-        return Encoded(np.array(self._found(_checked(text)), np.int64))
+        found = self._found(_checked(text))
+        # Nobody but who has unknown characters pays for looking them up.
+        unknown = tuple(one for one in text if one not in self._ids) if self._unknown in found else ()
+        return Encoded(np.array(found, np.int64), unknown=unknown)
 
     def text(self, tokens: ArrayLike) -> str:
         """Return what tokens say, special ones left out."""

@@ -2,19 +2,27 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
+from fatdeploy.bundle import MANIFEST, Bundle
 from fatdeploy.cli import main
+from fatdeploy.export.commands import demo as demo_command
 from fatdeploy.export.demo import Pronounced, picture_lines
 from tests.bundles import bundle_of
 from tests.quantized import quantized_g2p
 from tests.words import g2p_bundle
 
 
-def test_the_demonstration_shows_words_alternatives_letters_latency_and_parity() -> None:
-    run = CliRunner().invoke(main, ["demo", "nation", "kit", "--bundle", str(g2p_bundle().path)])
+def demo(*arguments: str, bundle: Bundle | None = None) -> Result:
+    path = (bundle or quantized_g2p("int8")).path
+    return CliRunner().invoke(main, ["demo", *arguments, "--bundle", str(path)])
+
+
+def test_the_demonstration_shows_words_alternatives_letters_latency_parity_and_how_close_integers_come() -> None:
+    run = demo("Nation", "kit")
     assert run.exit_code == 0, run.output
     lines = run.stdout.splitlines()
     assert lines[0].split() == ["word", "best", "second", "third"]
@@ -24,23 +32,14 @@ def test_the_demonstration_shows_words_alternatives_letters_latency_and_parity()
     assert lines[5] == "      n a t i o n"
     assert [line.split()[0] for line in lines[6:11]] == ["N", "EY1", "SH", "AH0", "N"]
     assert lines[12].startswith("latency of a word, greedy, 1 thread: p50 ")
-    assert "rows are the reference's" in lines[13]
-
-
-def test_the_demonstration_of_integers_says_how_close_they_come() -> None:
-    run = CliRunner().invoke(main, ["demo", "kit", "--bundle", str(quantized_g2p("int8").path)])
-    assert run.exit_code == 0, run.output
-    lines = run.stdout.splitlines()
-    assert lines[1].startswith("kit   K IH1 T  (-0.")
-    assert "rows are the reference's; chosen logits within" in lines[-3]
+    assert "rows are the reference's; chosen logits within" in lines[13]
     assert re.match(
-        r"int8: (99\.\d+|100\.00)% of 3\d{3} tokens and 4\d\d of 500 words are the reference's; a row", lines[-2]
+        r"int8: (99\.\d+|100\.00)% of 3\d{3} tokens and 4\d\d of 500 words are the reference's; a row", lines[14]
     )
 
 
 def test_the_demonstration_as_json_has_all_of_it() -> None:
-    run = CliRunner().invoke(main, ["-q", "demo", "kit", "--json", "--bundle", str(g2p_bundle().path)])
-    shown = json.loads(run.output)
+    shown = json.loads(demo("kit", "--json").stdout)
     assert shown["words"][0]["word"] == "kit"
     assert len(shown["words"][0]["best"]) == 3
     assert shown["words"][0]["greedy"] == "K IH1 T"
@@ -48,11 +47,29 @@ def test_the_demonstration_as_json_has_all_of_it() -> None:
     assert 0 < shown["p50_ms"] <= shown["p95_ms"]
 
 
-def test_a_bundle_of_another_model_is_not_replaced() -> None:
-    other = bundle_of("fat-tiny").path
-    run = CliRunner().invoke(main, ["demo", "--bundle", str(other)])
-    assert run.exit_code == 1
-    assert "is a bundle of fat-tiny: name another with --bundle" in run.stderr
+def test_words_with_anything_but_letters_are_refused_together() -> None:
+    run = demo("kit", "Zürich", "two words")
+    assert (run.exit_code, run.stdout) == (1, "")
+    told = "a word is letters from a to z and apostrophes, found 'zürich', 'two words': leave them out"
+    assert told in run.stderr
+
+
+def test_a_bundle_that_is_not_the_demonstrations_is_neither_shown_nor_replaced() -> None:
+    for bundle, told in [
+        (g2p_bundle(), "is not a bundle of the demonstration: precision is fp32, expected int8; name a folder that is"),
+        (bundle_of("fat-tiny"), "model is fat-tiny, expected g2p; licence is None, expected Apache-2.0; trained on"),
+        (bundle_of("fat-tiny"), "precision is fp32, expected int8; attention is None, expected 0; name a folder that"),
+    ]:
+        before = (bundle.path / MANIFEST).read_bytes()
+        run = demo("kit", bundle=bundle)
+        assert (run.exit_code, run.stdout) == (1, "")
+        assert told in run.stderr
+        assert (bundle.path / MANIFEST).read_bytes() == before
+
+
+def test_no_command_of_the_readme_writes_where_the_demonstration_puts_its_bundle() -> None:
+    [default] = [option.default for option in demo_command.params if option.name == "bundle"]
+    assert f"--out {default}" not in (Path(__file__).parent.parent / "README.md").read_text()
 
 
 @pytest.mark.parametrize(("weights", "drawn"), [([0.9, 0.1, 0.0], "█    "), ([0.2, 0.4, 0.1], "▒ █ ░")])

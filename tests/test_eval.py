@@ -307,7 +307,7 @@ main(sys.argv[1:])
 """
 
 
-def test_without_sacrebleu_the_other_metrics_are_there_and_these_are_refused_first(
+def test_without_sacrebleu_its_metrics_are_left_out_with_a_word_and_refused_where_they_are_named(
     text_bundle: Bundle, tmp_path: Path
 ) -> None:
     path = known_pairs(tmp_path)
@@ -317,11 +317,15 @@ def test_without_sacrebleu_the_other_metrics_are_there_and_these_are_refused_fir
         root = Path(__file__).parent.parent
         return subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=root, check=False)
 
-    refused = run()
+    refused = run("--metric", "exact_match,chrf")
     assert (refused.returncode, refused.stdout) == (1, "")
+    assert refused.stderr.startswith("Error: bleu and chrf need sacrebleu (")
     assert "pip install 'fatdeploy[eval]'" in refused.stderr
+    found = run("--json")
+    assert list(json.loads(found.stdout)["metrics"]) == ["token_error_rate", "sequence_error_rate", "exact_match"]
+    assert found.stderr == "WARNING bleu and chrf left out, sacrebleu is not here: pip install 'fatdeploy[eval]'\n"
     found = run("--metric", "exact_match", "--json")
-    assert json.loads(found.stdout)["metrics"] == {"exact_match": 50.0}
+    assert (json.loads(found.stdout)["metrics"], found.stderr) == ({"exact_match": 50.0}, "")
 
 
 def test_engine_options_reach_the_engine(text_bundle: Bundle, tmp_path: Path) -> None:

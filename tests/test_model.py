@@ -18,10 +18,12 @@ import fatdeploy
 from fatdeploy import BackendUnavailable, BundleError, ConfigError, DecodeOptions, Hypothesis, SpecMismatch
 from fatdeploy.bundle import TOKENIZER, Bundle, write_manifest
 from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.tokenizers import built_tokenizer
 from fatdeploy.runtimes.buffers import MOST_WAITING
 from fatdeploy.runtimes.decode import decode
+from fatdeploy.runtimes.tokenizer_files import Kind
 from tests.bundles import bundle_of, model_of
-from tests.texts import bundle_with_text, words
+from tests.texts import bundle_with_coder, bundle_with_text, words
 
 TINY = "transformer-tiny"
 SHORT = DecodeOptions(max_new_tokens=12)
@@ -47,6 +49,24 @@ def test_a_loaded_model_gives_the_references_tokens(preset: str) -> None:
         assert model.generate([np.array(sources[0], np.int32)], SHORT) == expected[:1]
         assert model.spec == bundle_of(preset).spec
         assert model.bundle.digest == bundle_of(preset).digest
+
+
+@pytest.mark.parametrize("kind", ["characters", "symbols"])
+def test_characters_that_the_tokenizer_does_not_know_are_told_once_a_call(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Kind
+) -> None:
+    coder = built_tokenizer([("abc", "D")], kind)
+    with fatdeploy.load(bundle_with_coder(coder, tmp_path / "bundle").path, threads=1, spinning=False) as model:
+        model.generate(["abc", "cab", [4, 5]], SHORT)
+        list(model.stream("abc", SHORT))
+        assert not caplog.messages
+        model.generate(["aéb", "Xé", "abc"], SHORT)
+        list(model.stream("\n", SHORT))
+        model.generate(["0123456789KL"], SHORT)
+    said = "characters that the tokenizer does not know are read as <unk>: "
+    named = ["'é', 'X'", r"'\n'", "'0', '1', '2', '3', '4', '5', '6', '7', '8', '9' and 2 more"]
+    assert caplog.messages == [said + names for names in named]
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
 
 @pytest.mark.parametrize("preset", [TINY, "fat-tiny"])

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 
 import pytest
@@ -118,8 +118,13 @@ def test_a_training_learns_is_exported_and_runs(pairs: Path, tmp_path: Path) -> 
     epochs = trained.stderr.splitlines()
     assert len(epochs) == 12
     assert re.fullmatch(
-        r"epoch 1/12  \d+ s  training loss \S+  validation loss \S+, token errors .* %  kept", epochs[0]
+        r"epoch 1/12  \d+\.\d s, \d+\.\d s in all  training loss \S+  validation loss \S+, token errors .* %  kept",
+        epochs[0],
     )
+    times = [re.search(r"  (\S+) s, (\S+) s in all  ", line) for line in epochs]
+    alone, in_all = ([float(found[number]) for found in times if found] for number in (1, 2))
+    assert in_all == pytest.approx(list(accumulate(alone)), abs=0.1 * 12)
+    assert max(alone[1:]) < in_all[-1] / 2
     assert sorted(path.name for path in folder.iterdir()) == sorted([WEIGHTS, CONFIG, TOKENIZER, REPORT, CURVE])
     next_command = trained.stdout.partition("Next: fatdeploy ")[2].split()
     assert next_command == ["export", str(folder), "--out", f"{folder}.bundle"]
@@ -214,7 +219,7 @@ def test_a_terminal_shows_epoch_steps_and_loss(pairs: Path, tmp_path: Path) -> N
     assert [int(step) for _, _, step in lines] == [1, *range(5, n_steps + 1, 5)]
     assert all(len(done) == 20 * int(step) // n_steps and len(done + left) == 20 for done, left, step in lines)
     # Nothing of it is left when the epoch is told.
-    assert re.search(r"\r\x1b\[Kepoch 1/1  \d+ s  training loss", shown)
+    assert re.search(r"\r\x1b\[Kepoch 1/1  (\d+\.\d) s, \1 s in all  training loss", shown)
     assert out.startswith(f"{tmp_path / 'model'}: token errors ")
 
 
@@ -222,6 +227,14 @@ def test_quiet_says_nothing_but_the_result(pairs: Path, tmp_path: Path) -> None:
     result = train(pairs, tmp_path / "model", "--epochs", "1", before=("--quiet",))
     assert (result.exit_code, result.stderr) == (0, "")
     assert len(result.stdout.splitlines()) == 1
+
+
+def test_the_next_command_means_the_folder_where_a_model_has_its_name(
+    pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = train(pairs, Path("g2p"), "--epochs", "1")
+    assert result.stdout.endswith("Next: fatdeploy export ./g2p --out g2p.bundle\n")
 
 
 def test_json_is_the_report(pairs: Path, tmp_path: Path) -> None:
@@ -330,6 +343,21 @@ def test_a_file_that_cannot_be_trained_on_is_refused(tmp_path: Path, data: bytes
     assert not (tmp_path / "model").exists()
 
 
+def test_bad_lines_of_both_files_are_told_together(tmp_path: Path) -> None:
+    path, apart = tmp_path / "pairs.tsv", tmp_path / "apart.tsv"
+    path.write_bytes(b"a\tb\nno tab\n")
+    apart.write_bytes(b"c\td\n\nno tab either\n")
+    form = "a line is a source, one TAB and a target, in UTF-8: mend or remove them"
+    assert error_of(train(path, tmp_path / "model", "--validation", str(apart))) == (
+        f"{path}: 1 of 2 lines cannot be used: has no TAB at line 2; {form}; "
+        f"{apart}: 2 of 3 lines cannot be used: is blank at line 2; has no TAB at line 3; {form}"
+    )
+    told = error_of(train(path, tmp_path / "model", "--validation", str(tmp_path / "none.tsv")))
+    assert f"{path}: 1 of 2 lines" in told
+    assert "none.tsv does not exist, expected a file of pairs" in told
+    assert not (tmp_path / "model").exists()
+
+
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert "none.tsv does not exist, expected a file" in error_of(train(tmp_path / "none.tsv", tmp_path / "model"))
 
@@ -342,7 +370,10 @@ def test_a_folder_that_cannot_be_written_is_refused(pairs: Path, tmp_path: Path)
         assert told.endswith("; choose another folder")
     # A folder that is there and takes no files, whatever the rights of the user.
     told = error_of(train(pairs, Path("/proc/self"), "--force"))
-    assert told.startswith(f"cannot write /proc/self/{CONFIG}: ")
+    assert told.startswith(f"cannot write /proc/self/{STATE}: ")
+    assert told.endswith(
+        "; what was there before is untouched: make room and type the same again, or choose another folder"
+    )
     assert os.path.lexists("/proc/self")
     assert error_of(train(pairs, pairs, "--force")).startswith(f"cannot train in {pairs}: ")
 

@@ -12,7 +12,8 @@ from fatdeploy.errors import ConfigError, TrainingFailed
 from fatdeploy.export.reference.checkpoint import CONFIG, WEIGHTS, load_checkpoint
 from fatdeploy.export.training.run import CURVE, REPORT, Training
 from fatdeploy.export.training.settings import TrainSettings
-from fatdeploy.export.training.trainer import Epoch, Step, set_threshold
+from fatdeploy.export.training.trainer import Epoch, Score, Step, set_threshold
+from fatdeploy.export.training.validation import Validation
 from tests.trainings import parts, plan, trained
 
 
@@ -35,7 +36,7 @@ def test_a_tiny_model_learns_to_spell(tmp_path: Path, preset: str, changes: dict
 
 
 def test_the_checkpoint_is_that_of_the_best_epoch(tmp_path: Path) -> None:
-    # With this rate, the last epochs are no better than those before.
+    # With this rate, the last epochs are worse than one before.
     training = Training(plan(epochs=5, learning_rate=0.05, clip=0.0, warmup=0), parts(), tmp_path, resume=False)
     kept = None
     for event in training.events():
@@ -43,6 +44,8 @@ def test_the_checkpoint_is_that_of_the_best_epoch(tmp_path: Path) -> None:
             kept = {name: tensor.clone() for name, tensor in training.trainer.model.state_dict().items()}
             score = event.score
     assert kept is not None
+    # Otherwise a training that always keeps the last one would pass.
+    assert not training.trainer.progress.epochs[-1].best
     model = load_checkpoint(tmp_path)
     assert all(torch.equal(tensor, kept[name]) for name, tensor in model.state_dict().items())
     assert (
@@ -53,6 +56,26 @@ def test_the_checkpoint_is_that_of_the_best_epoch(tmp_path: Path) -> None:
             key=lambda one: (one.token_error_rate, one.loss),
         )
     )
+
+
+def test_errors_decide_which_epoch_is_kept_and_among_equals_the_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = [Score(2.0, 50.0, 90.0), Score(1.5, 40.0, 90.0), Score(1.2, 40.0, 99.0), Score(1.3, 40.0, 80.0)]
+    said.append(Score(0.5, 60.0, 70.0))
+    scores = iter(said)
+    monkeypatch.setattr(Validation, "__call__", lambda *_: next(scores))
+    training = Training(plan(epochs=5), parts(), tmp_path, resume=False)
+    seen = [
+        {name: tensor.clone() for name, tensor in training.trainer.model.state_dict().items()}
+        for event in training.events()
+        if isinstance(event, Epoch)
+    ]
+    assert [epoch.best for epoch in training.trainer.progress.epochs] == [True, True, True, False, False]
+    kept = load_checkpoint(tmp_path).state_dict()
+    same = [all(torch.equal(kept[name], tensor) for name, tensor in one.items()) for one in seen]
+    assert same == [False, False, True, False, False]
+    assert training.finish() == said[2]
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path: Path) -> None:

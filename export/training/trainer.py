@@ -14,7 +14,7 @@ from fatdeploy.errors import CheckpointError, TrainingFailed
 from fatdeploy.export.reference.checkpoint import WEIGHTS, save_weights
 from fatdeploy.export.reference.model import ReferenceModel, kept
 from fatdeploy.export.training.batches import IdPair, batch_of, epoch_order
-from fatdeploy.export.training.folder import replaced_file
+from fatdeploy.export.training.folder import GO_ON, replaced_file
 from fatdeploy.export.training.losses import Objective
 from fatdeploy.export.training.resume import STATE, load_state, save_state
 from fatdeploy.export.training.settings import TrainSettings
@@ -133,10 +133,10 @@ class Trainer:
             self.save()
             saved = time.monotonic()
 
-    def save(self) -> None:
-        """Write the state to go on from."""
+    def save(self, *, advice: str = GO_ON) -> None:
+        """Write the state to go on from; ``advice`` is what to do if that fails."""
         record = {"identity": self._identity, "progress": self.progress.to_dict()}
-        save_state(self.folder / STATE, self.model, self._optimiser, record)
+        save_state(self.folder / STATE, self.model, self._optimiser, record, advice=advice)
 
     def _step(self, indices: list[int]) -> Step:
         started, settings, progress = time.process_time(), self.settings, self.progress

@@ -1,0 +1,64 @@
+"""Names that stand for models, where a folder has the same one."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from torch import nn
+
+from fatdeploy.cli import main
+from fatdeploy.errors import ConfigError
+from fatdeploy.export.names import typed_folder
+from fatdeploy.export.pipeline import weights_hash
+from fatdeploy.export.reference.checkpoint import save_checkpoint
+from fatdeploy.export.sources import bundled_model, model_from_source
+from tests.choices import tiny
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """Return a model that is saved, where we are, under the names of models that come with fatdeploy."""
+    model = tiny({}, base="fat")
+    monkeypatch.chdir(tmp_path)
+    for name in ("g2p", "fat-small"):
+        save_checkpoint(model, tmp_path / name)
+    return model
+
+
+@pytest.mark.parametrize(("name", "kind"), [("g2p", "the bundled model"), ("fat-small", "a preset")])
+def test_a_name_that_is_a_checkpoints_folder_too_is_refused_and_a_path_means_the_folder(
+    own: nn.Module, name: str, kind: str
+) -> None:
+    told = rf"{name} is {kind} and a checkpoint's folder here: type \./{name} for the folder, or run this elsewhere"
+    with pytest.raises(ConfigError, match=told):
+        model_from_source(name)
+    found, origin = model_from_source(f"./{name}")
+    assert weights_hash(found) == weights_hash(own)
+    assert (origin.name, origin.licence, origin.random) == (name, None, False)
+
+
+def test_an_export_of_an_ambiguous_name_is_one_line_and_writes_nothing(own: nn.Module) -> None:
+    result = CliRunner().invoke(main, ["export", "g2p", "--out", "out"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.count("\n") == 1
+    assert "type ./g2p for the folder" in result.stderr
+    assert not Path("out").exists()
+
+
+def test_the_bundled_model_is_had_without_a_name_whatever_folders_there_are(own: nn.Module) -> None:
+    assert weights_hash(bundled_model()[0]) != weights_hash(own)
+
+
+def test_a_folder_that_holds_no_checkpoint_does_not_hide_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "g2p").mkdir()
+    assert model_from_source("g2p")[1].name == "g2p"
+
+
+@pytest.mark.parametrize(
+    ("folder", "typed"), [("g2p", "./g2p"), ("./fat-tiny", "./fat-tiny"), ("my/g2p", "my/g2p"), ("words", "words")]
+)
+def test_a_folder_is_typed_so_that_it_is_meant(folder: str, typed: str) -> None:
+    assert typed_folder(Path(folder)) == typed
