@@ -47,6 +47,7 @@ def asked_of(chosen: Mapping[str, Any]) -> Asked | None:
             "--cpu": chosen["cpu"] != "any",
             "--min-agreement": chosen["min_agreement"] != Bar().agreement,
             "--max-loss": chosen["max_loss"] != Bar().points,
+            "--metric": chosen["metric"] is not None,
             "--activations": chosen["activations"] != Asked.activations,
             "--ranges": chosen["ranges"] != Asked.ranges,
         }
@@ -63,6 +64,7 @@ def asked_of(chosen: Mapping[str, Any]) -> Asked | None:
         of=precisions_from_text(chosen["precision_of"]),
         recover=chosen["recover"],
         bar=Bar(chosen["min_agreement"], chosen["max_loss"]),
+        metric=chosen["metric"],
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -62,8 +63,7 @@ def activations_of(
     graphs: dict[str, Path], spec: ModelSpec, said: Sequence[Said], *, branches: bool = True
 ) -> dict[str, dict[str, Seen]]:
     """Return what the products of each graph multiply while the model reads sources and their targets."""
-    n_batches = -(-len(said) // BATCH)
-    most, draw = max(1, MOST_ROWS // n_batches), np.random.default_rng(0)
+    draw = np.random.default_rng(0)
     seen: dict[str, dict[str, Seen]] = {}
     sessions = {}
     for part, path in graphs.items():
@@ -71,18 +71,34 @@ def activations_of(
         sessions[part] = _Exposed(path, names)
         seen[part] = {name: Seen() for name in names}
     for feeds in _calls(sessions[ENCODER], spec, said, branches=branches):
+        # A call's share of the rows is that of its sources.
+        most = max(1, MOST_ROWS * len(feeds[ENCODER][spec.encoder_inputs()[0].name]) // len(said))
         for part, inputs in feeds.items():
             for name, values in sessions[part].values(inputs).items():
                 seen[part][name].add(values, most, draw)
     return seen
 
 
+def unpadded_batches(said: Sequence[Said]) -> Iterator[list[Said]]:
+    """Yield sources of one length with targets of one length, so that none is padded.
+
+    What stands in padding changes no answer, but its activations would be ranges like all others.
+    """
+    for _, alike in groupby(sorted(said, key=_lengths), key=_lengths):
+        same = list(alike)
+        for start in range(0, len(same), BATCH):
+            yield same[start : start + BATCH]
+
+
+def _lengths(one: Said) -> tuple[int, int]:
+    return len(one.source), len(one.target)
+
+
 def _calls(
     encoder: "_Exposed", spec: ModelSpec, said: Sequence[Said], *, branches: bool
 ) -> Iterator[dict[str, Arrays]]:
     """Yield the inputs of both graphs for some sources at a time; a whole target is read in one call."""
-    for start in range(0, len(said), BATCH):
-        part = said[start : start + BATCH]
+    for part in unpadded_batches(said):
         source, mask = padded([one.source for one in part], spec)
         inputs = _named(spec.encoder_inputs(), [source, mask])
         memory = encoder.outputs(inputs, [one.name for one in spec.encoder_outputs()])

@@ -32,6 +32,7 @@ class ExportArguments(EngineArguments):
     recover: bool
     min_agreement: float
     max_loss: float
+    metric: str | None
     build: bool
     activations: str
     ranges: str
@@ -168,7 +169,8 @@ Examples:
     default="fp32",
     show_default=True,
     type=click.Choice(["fp32", "fp16", "bf16", "int8", "int4"]),
-    help="Of the matrices. Integers, for CPUs, must pass the gate; fp16 (ort-cuda, onnx) and bf16 (onnx) are for GPUs.",
+    help="Of the matrices. Integers must pass the gate: int8 for all targets but ort-cuda, int4 for ort-cpu. fp16 (all "
+    "but ort-cpu) and bf16 (onnx, tensorrt, tensorrt-rtx) are for GPUs.",
 )
 @click.option(
     "--precision-of",
@@ -213,6 +215,11 @@ Examples:
     show_default=True,
     type=click.FloatRange(0),
     help="Points of the metric that may be lost, where the probes have targets.",
+)
+@click.option(
+    "--metric",
+    type=click.Choice(["token_error_rate", "sequence_error_rate", "exact_match", "bleu", "chrf"]),
+    help="Of the gate; unless said, bleu where tokens are parts of words (BPE), otherwise token_error_rate.",
 )
 @click.option("--licence", help="The weights' licence, for the manifest.")
 @click.option("--force", is_flag=True, help="Replace a bundle that is there.")

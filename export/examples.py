@@ -1,6 +1,5 @@
 """Sources that a quantization is calibrated with and judged by: lines of a file, or random ones of random weights."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,8 +70,3 @@ def random_examples(spec: ModelSpec, seed: int) -> list[Example]:
     ordinary = np.array([token for token in range(spec.vocab_size) if token not in special])
     lengths = draw.integers(1, min(spec.max_source, LONGEST_RANDOM) + 1, RANDOM)
     return [Example(draw.choice(ordinary, length)) for length in lengths.tolist()]
-
-
-def all_have_references(examples: Sequence[Example]) -> bool:
-    """Return whether a metric can be measured."""
-    return all(one.references for one in examples)

@@ -6,19 +6,20 @@ from typing import Any
 
 import numpy as np
 
+from fatdeploy.errors import BackendUnavailable, ConfigError, in_one_line
 from fatdeploy.export.eager import EagerEngine
-from fatdeploy.export.examples import Example, all_have_references
+from fatdeploy.export.examples import Example
 from fatdeploy.runtimes.decode import decode, padded
 from fatdeploy.runtimes.engine import Engine, Floats
 from fatdeploy.runtimes.gate import BATCH, Agreement, Material, agreement_of, forced_logits
 from fatdeploy.runtimes.lockstep import margins_of
-from fatdeploy.runtimes.metrics import METRICS
+from fatdeploy.runtimes.metrics import METRICS, OF_TEXT, need_sacrebleu
 from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.text import Tokenizer
+from fatdeploy.runtimes.text import PackageTokenizer, Tokenizer
 from fatdeploy.spec import ModelSpec
 
-# Steps of random weights that are judged: their targets have no end of their own.
-MOST_STEPS = 64
+# Steps of random weights that are judged: their targets have no end of their own. Trained ones are judged to the end.
+RANDOM_STEPS = 64
 HIGHER_IS_BETTER = frozenset({"bleu", "chrf", "exact_match"})
 
 
@@ -75,20 +76,59 @@ class Judgement:
         return said
 
 
+def metric_of(
+    wanted: str | None, examples: Sequence[Example], tokenizer: Tokenizer | None, say: Callable[[str], None]
+) -> str | None:
+    """Return the metric that probes are judged by, None where they have no targets; what cannot be measured is refused.
+
+    Unless one is wanted it is BLEU where tokens are parts of words, and otherwise the token error rate.
+    """
+    bare = sum(not one.references for one in examples)
+    reasons = []
+    if 0 < bare < len(examples):
+        reasons.append(f"{bare} of {len(examples)} probes have no target: give each of --probes a target, or none")
+    if wanted is not None and bare == len(examples):
+        reasons.append(f"--metric {wanted} needs targets: give --probes a file with a source, TAB and target a line")
+    if wanted in OF_TEXT and tokenizer is None:
+        reasons.append(f"--metric {wanted} needs text, and the model has no tokenizer: say --metric token_error_rate")
+    if reasons:
+        raise ConfigError(in_one_line("the gate has no metric", reasons))
+    if wanted in OF_TEXT:
+        need_sacrebleu()
+    if wanted is not None or bare:
+        return wanted
+    if not isinstance(tokenizer, PackageTokenizer):
+        return "token_error_rate"
+    try:
+        need_sacrebleu()
+    except BackendUnavailable:
+        say("judging by token_error_rate: bleu needs sacrebleu (pip install 'fatdeploy[eval]')")
+        return "token_error_rate"
+    return "bleu"
+
+
 class Gate:
     """The reference's targets and logits for some sources, which quantized engines are compared with."""
 
-    def __init__(self, reference: EagerEngine, examples: Sequence[Example], tokenizer: Tokenizer | None) -> None:
-        self._examples, self._tokenizer = examples, tokenizer
-        self.material = material_of(reference, [one.source for one in examples])
-        self._logits = [forced_logits(reference, batch) for batch in self.material.batches()]
-        self._metric = self._metric_name()
+    def __init__(
+        self,
+        reference: EagerEngine,
+        examples: Sequence[Example],
+        tokenizer: Tokenizer | None,
+        *,
+        metric: str | None = None,
+        most_steps: int | None = None,
+    ) -> None:
+        self._examples, self._tokenizer, self._metric, self._most = examples, tokenizer, metric, most_steps
+        self.material = material_of(reference, [one.source for one in examples], most_steps)
+        # Of steps that count alone: one long target would make all of its batch as long.
+        self._logits = [forced_logits(reference, batch)[batch.counts] for batch in self.material.batches()]
 
     def judged(self, engine: Engine[Any]) -> Judgement:
         """Return how close an engine comes to the reference."""
         ratios = np.concatenate(
             [
-                (np.abs(forced_logits(engine, batch) - logits).max(-1) / _margins(logits))[batch.counts]
+                np.abs(forced_logits(engine, batch)[batch.counts] - logits).max(-1) / _margins(logits)
                 for batch, logits in zip(self.material.batches(), self._logits, strict=True)
             ]
         )
@@ -104,34 +144,36 @@ class Gate:
         lost = power = 0.0
         for batch, logits in zip(self.material.batches(), self._logits, strict=True):
             found = forced_logits(engine, batch)[batch.counts]
-            lost += float(np.square(found - logits[batch.counts], dtype=np.float64).sum())
-            power += float(np.square(logits[batch.counts], dtype=np.float64).sum())
+            lost += float(np.square(found - logits, dtype=np.float64).sum())
+            power += float(np.square(logits, dtype=np.float64).sum())
         return lost / power
 
-    def _metric_name(self) -> str | None:
-        if self._tokenizer is None or not all_have_references(self._examples):
-            return None
-        return "token_error_rate"
-
     def _metric_change(self, engine: Engine[Any]) -> MetricChange | None:
-        if self._metric is None or self._tokenizer is None:
+        if self._metric is None:
             return None
         references = [one.references for one in self._examples]
-        theirs = [self._tokenizer.text(row) for row in self.material.said(engine.spec)]
+        theirs = [self._text(row) for row in self.material.said(engine.spec)]
         mine: list[str] = []
         for batch in self.material.batches():
             sources = [ids[real] for ids, real in zip(batch.source, batch.mask, strict=True)]
-            mine += [self._tokenizer.text(one.tokens) for one in decode(engine, sources, _options(engine.spec))]
+            mine += [self._text(one.tokens) for one in decode(engine, sources, _options(engine.spec, self._most))]
         metric = METRICS[self._metric]
         return MetricChange(self._metric, metric(theirs, references).value, metric(mine, references).value)
 
+    def _text(self, tokens: Sequence[int]) -> str:
+        """Return what a target is compared as; without a tokenizer files hold ids."""
+        return " ".join(map(str, tokens)) if self._tokenizer is None else self._tokenizer.text(tokens)
 
-def material_of(reference: EagerEngine, sources: Sequence[Any]) -> Material:
-    """Return the reference's greedy targets of sources, each with its EOS if it came to it."""
+
+def material_of(reference: EagerEngine, sources: Sequence[Any], most_steps: int | None) -> Material:
+    """Return the reference's greedy targets of sources, each with its EOS if it came to it.
+
+    Without ``most_steps`` they are as long as the model lets them be.
+    """
     spec = reference.spec
     targets: list[list[int]] = []
     for start in range(0, len(sources), BATCH):
-        for one in decode(reference, sources[start : start + BATCH], _options(spec)):
+        for one in decode(reference, sources[start : start + BATCH], _options(spec, most_steps)):
             said = list(one.tokens)[::-1] if spec.target_order == "right_to_left" else list(one.tokens)
             # The length that a head has chosen is no token.
             ended = one.finish == "eos" and not spec.length_log_probs
@@ -144,12 +186,10 @@ def material_of(reference: EagerEngine, sources: Sequence[Any]) -> Material:
     return Material(source, mask, tokens, lengths)
 
 
-def _options(spec: ModelSpec) -> DecodeOptions:
-    return (
-        DecodeOptions()
-        if spec.decoding == "parallel"
-        else DecodeOptions(max_new_tokens=min(MOST_STEPS, spec.max_target))
-    )
+def _options(spec: ModelSpec, most_steps: int | None) -> DecodeOptions:
+    if spec.decoding == "parallel" or most_steps is None:
+        return DecodeOptions()
+    return DecodeOptions(max_new_tokens=min(most_steps, spec.max_target))
 
 
 def _margins(logits: Floats) -> Floats:

@@ -38,6 +38,7 @@ from fatdeploy.export.cuda_target import check_cuda_precision, cuda_record, deco
 from fatdeploy.export.dialects import OPSET
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.examples import Example, examples_from_file, random_examples
+from fatdeploy.export.gate import RANDOM_STEPS, metric_of
 from fatdeploy.export.graph_files import op_histogram
 from fatdeploy.export.half import Half, check_half, half_array, halved
 from fatdeploy.export.package import placed_output_matrix, write_graphs
@@ -45,6 +46,7 @@ from fatdeploy.export.precision import Asked, Quantizer, check_asked
 from fatdeploy.export.reference.checkpoint import stored_tensors
 from fatdeploy.export.reference.scaling import scaled_queries
 from fatdeploy.export.reference.seams import Seams
+from fatdeploy.export.saturation import check_cpu
 from fatdeploy.export.simplify import Arrays, simplified
 from fatdeploy.export.trace import traced_decoder, traced_encoder
 from fatdeploy.folders import replaced_folder
@@ -105,7 +107,9 @@ def write_bundle(
         _check_tokenizer(origin.tokenizer, flat.spec)
     if quantize is not None:
         check_asked(quantize, dialect)
-    examples = None if quantize is None else _examples(flat.spec, origin)
+        if quantize.activations == "int8":
+            check_cpu(quantize.cpu)
+    examples = None if quantize is None else _examples(flat.spec, origin, quantize.metric)
     with replaced_folder(folder, force=force) as new, _folder_beside(new) as work:
         traced, graphs = _written_graphs(flat, dialect, work, stage, decoder_seams(target, precision))
         plain = Plain(flat, origin, dialect, target, traced, graphs, stage)
@@ -186,6 +190,7 @@ def write_quantized(
         probes=probes,
         tokenizer=None if origin.tokenizer is None else tokenizer_from_file(origin.tokenizer),
         stage=model.stage,
+        most_steps=RANDOM_STEPS if origin.random else None,
     )
     judged = quantizer.written(folder, enforced=not origin.random)
     for name in (PROBES, *([TOKENIZER] if origin.tokenizer is not None else [])):
@@ -216,7 +221,7 @@ def _write_certificate(folder: Path, certificate: dict[str, Any]) -> None:
     (folder / PARITY).write_text(json.dumps(certificate, indent=2, sort_keys=True) + "\n")
 
 
-def _examples(spec: ModelSpec, origin: Origin) -> tuple[list[Example], list[Example]]:
+def _examples(spec: ModelSpec, origin: Origin, metric: str | None) -> tuple[list[Example], list[Example]]:
     """Return what a quantization is calibrated with and judged by; a trained model needs real sources for both."""
     tokenizer = None if origin.tokenizer is None else tokenizer_from_file(origin.tokenizer)
     files = {"--calibration": origin.calibration, "--probes": origin.probes}
@@ -230,6 +235,7 @@ def _examples(spec: ModelSpec, origin: Origin) -> tuple[list[Example], list[Exam
         random_examples(spec, seed) if path is None else examples_from_file(path, spec, tokenizer)
         for seed, path in enumerate(files.values())
     ]
+    metric_of(metric, found[1], tokenizer, lambda _: None)  # what it refuses is refused before anything is traced
     return found[0], found[1]
 
 

@@ -25,14 +25,14 @@ from fatdeploy.export.calibrate import Said, Seen, activations_of
 from fatdeploy.export.contract import Flat
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.examples import Example
-from fatdeploy.export.gate import Bar, Gate, Judgement, fewest_kept, material_of
+from fatdeploy.export.gate import Bar, Gate, Judgement, fewest_kept, material_of, metric_of
 from fatdeploy.export.graph_files import op_histogram, read_structure
 from fatdeploy.export.integers import Floats, WeightBits, best_range, row_noise
 from fatdeploy.export.matrices import OUTPUT, Scope, lookups_of, products_of
 from fatdeploy.export.package import placed_integers, write_graphs
 from fatdeploy.export.qdq import RangeMethod, symmetric_range, with_scales
 from fatdeploy.export.quantize import MatrixPrecision, MatrixRecipe, Recipe, quantized
-from fatdeploy.export.saturation import write_saturation_probe
+from fatdeploy.export.saturation import WEIGHT_BITS, write_saturation_probe
 from fatdeploy.runtimes.gate import check_rows, checked_on, row_kind
 from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.runtimes.text import Tokenizer
@@ -42,8 +42,6 @@ from fatdeploy.tables import aligned
 Integers = Literal["int8", "int4"]
 Graphs = Mapping[str, Path]
 
-# Bits of a signed 8-bit weight that may be used: where two products are added in 16 bits, all eight overflow.
-WEIGHT_BITS: dict[CpuClass, WeightBits] = {"any": 7, "x86-avx2": 7, "x86-vnni": 8, "arm64": 8}
 # A range that adds so much noise, and so many times that of a scale for each row, does not serve a matrix.
 MOST_NOISE, MOST_TIMES_ROWS = 1e-3, 10.0
 HIGHER: dict[MatrixPrecision, MatrixPrecision] = {"int4": "int8", "int8": "fp32"}
@@ -54,6 +52,7 @@ class Asked:
     """What was asked of a quantization; ``of`` are precisions of single matrices, by name or pattern.
 
     ``activations`` and ``ranges`` are for graphs of standard ops: what integers are multiplied with, and how far.
+    ``metric`` is one of ``METRICS``; None leaves the choice to the tokenizer.
     """
 
     precision: Integers
@@ -63,6 +62,7 @@ class Asked:
     of: Mapping[str, MatrixPrecision] = field(default_factory=dict)
     recover: bool = False
     bar: Bar = field(default_factory=Bar)
+    metric: str | None = None
 
 
 @dataclass(frozen=True)
@@ -163,15 +163,17 @@ class Quantizer:
         probes: Sequence[Example],
         tokenizer: Tokenizer | None,
         stage: Callable[[str], None],
+        most_steps: int | None = None,
     ) -> None:
         self.model, self.graphs, self.manifest, self.asked, self.stage = model, graphs, manifest, asked, stage
         self._standard = manifest.dialect == "standard"
         self.matrices = matrices_of(graphs, model.spec)
         self.precisions = precisions_of(self.matrices, asked)
-        self._calibration = calibration
+        self._calibration, self._most_steps = calibration, most_steps
         self._seen: dict[str, dict[str, Seen]] | None = None
+        metric = metric_of(asked.metric, probes, tokenizer, stage)
         stage(f"asking the reference about {len(probes)} probes")
-        self.gate = Gate(EagerEngine(model), probes, tokenizer)
+        self.gate = Gate(EagerEngine(model), probes, tokenizer, metric=metric, most_steps=most_steps)
 
     def written(self, folder: Path, *, enforced: bool) -> Judged:
         """Write graphs, weights and manifest; below the bar it fails with what to keep, or keeps it (``recover``)."""
@@ -250,7 +252,8 @@ class Quantizer:
     def _activations(self) -> dict[str, dict[str, Seen]]:
         if self._seen is None:
             self.stage(f"calibrating with {len(self._calibration)} sources")
-            material = material_of(EagerEngine(self.model), [one.source for one in self._calibration])
+            sources = [one.source for one in self._calibration]
+            material = material_of(EagerEngine(self.model), sources, self._most_steps)
             said = [
                 Said(ids[real], tokens[:length])
                 for ids, real, tokens, length in zip(

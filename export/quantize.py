@@ -296,11 +296,12 @@ class _Rewrite:
             inputs = [data, ids, self._constant(scope, f"{name}/scales", stored.scales)]
             if stored.zeros is not None:
                 inputs.append(self._constant(scope, f"{name}/zeros", stored.zeros))
+            filled = stored.n_rows % stored.size != 0
             nodes = [
                 helper.make_node(
                     "GatherBlockQuantized",
                     inputs,
-                    [output],
+                    [f"{output}/filled" if filled else output],
                     domain=CONTRIB,
                     bits=4,
                     block_size=stored.size,
@@ -308,6 +309,8 @@ class _Rewrite:
                     quantize_axis=1,
                 )
             ]
+            if filled:
+                nodes.append(self._cut(scope, nodes[0].output[0], stored.n_rows, output))
         else:
             scales: Floats = stored.scales[:, None]
             made = [f"{output}/{part}" for part in ("bytes", "numbers", "scale")]
@@ -321,6 +324,12 @@ class _Rewrite:
             one.name = f"{node.name.partition('/')[0]}/{one.output[0]}"
             scope.graph.node.insert(place + 1 + offset, one)
         scope.graph.node.remove(node)
+
+    def _cut(self, scope: Scope, rows: str, width: int, output: str) -> onnx.NodeProto:
+        """Leave out of rows what fills their last block: the op returns whole blocks."""
+        ends = [("no_width", 0), (f"width/{width}", width), ("last_axis", -1)]
+        constants = [self._constant(scope, name, np.array([number])) for name, number in ends]
+        return helper.make_node("Slice", [rows, *constants], [output])
 
 
 def _drop_unread(graph: onnx.GraphProto) -> None:

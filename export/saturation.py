@@ -1,16 +1,25 @@
 """A graph of one product that shows whether a CPU adds the products of a bundle's integers without overflow."""
 
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import onnx
 from onnx import helper
 
+from fatdeploy.bundle import SATURATION, CpuClass
+from fatdeploy.errors import BackendUnavailable
 from fatdeploy.export.graph_files import write_structure
 from fatdeploy.export.integers import WeightBits
 from fatdeploy.export.matrices import tensor_from_array
+from fatdeploy.machine import this_machine
+from fatdeploy.runtimes.gate import cpu_class
+from fatdeploy.runtimes.ort_sessions import onnxruntime_module
+from fatdeploy.runtimes.saturation import exact_sum, sums_of
 from fatdeploy.spec import SATURATION_INPUT, SATURATION_OUTPUT
 
+# Bits of a signed 8-bit weight that may be used: where two products are added in 16 bits, all eight overflow.
+WEIGHT_BITS: dict[CpuClass, WeightBits] = {"any": 7, "x86-avx2": 7, "x86-vnni": 8, "arm64": 8}
 # Rows and columns of the matrix: enough for the widest kernel's blocks, and a part of one.
 SHAPE = (72, 36)
 
@@ -32,3 +41,20 @@ def write_saturation_probe(path: Path, bits: WeightBits) -> None:
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     model.ClearField("producer_name")
     write_structure(model, path)
+
+
+def check_cpu(wanted: CpuClass) -> None:
+    """Raise if this CPU, on which the gate runs, overflows with the weights of a class of CPUs."""
+    bits = WEIGHT_BITS[wanted]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / SATURATION
+        write_saturation_probe(path, bits)
+        sums = sums_of(onnxruntime_module(), path)
+    if all((np.abs(found) == exact_sum(width, bits)).all() for width, found in sums):
+        return
+    here = cpu_class(this_machine()) or "of no class that is known"
+    raise BackendUnavailable(
+        f"--cpu {wanted} asks for {bits}-bit weights, and this CPU ({here}) overflows when it adds their products, so "
+        f"that the gate cannot judge them here: export on a CPU of the class {wanted}, or say --cpu any, which is "
+        "right everywhere"
+    )

@@ -109,9 +109,14 @@ class Quantization:
     enforced: bool
 
     @property
+    def kinds(self) -> set[str]:
+        """How matrices are stored that something is multiplied with."""
+        return {kind for name, kind in self.matrices.items() if name != EMBEDDING}
+
+    @property
     def weights_alone(self) -> bool:
         """Whether no activation becomes integers, so that no integers are multiplied."""
-        kinds = {kind for name, kind in self.matrices.items() if name != EMBEDDING}
+        kinds = self.kinds
         return WEIGHTS_ALONE in kinds and kinds <= {WEIGHTS_ALONE, "fp32"}
 
 

@@ -23,6 +23,8 @@ from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 BATCH = 32
+# Steps of all rows of a batch, the longest counted for each: their logits are in memory at once.
+MOST_STEPS = BATCH * 64
 # Sources whose logits in a batch are compared with those that they get alone.
 ALONE = 8
 # How far they may be apart, as a part of the largest logit. Integers are summed exactly; 4-bit blocks are not.
@@ -39,9 +41,13 @@ class Material:
     lengths: NDArray[np.int64]  # [n], how many of the tokens count
 
     def batches(self, size: int = BATCH) -> Iterator["Material"]:
-        """Yield some rows at a time, with no more padding than they need."""
-        for start in range(0, len(self.source), size):
-            yield self.rows(slice(start, start + size))
+        """Yield some rows at a time, with no more padding than they need; fewer at a time where one is long."""
+        start = 0
+        while start < len(self.source):
+            longest = np.maximum.accumulate(self.lengths[start : start + size])
+            fitting = int((longest * np.arange(1, len(longest) + 1) <= MOST_STEPS).sum())
+            yield self.rows(slice(start, start + max(1, fitting)))
+            start += max(1, fitting)
 
     def rows(self, which: slice) -> "Material":
         """Return some rows, with no more padding than they need."""
@@ -161,8 +167,15 @@ def _same_sequences(engine: Engine[State], batch: Material) -> int:
 
 
 def row_kind(precision: str, quantization: Quantization | None) -> str:
-    """Return by which bound rows of a bundle are compared; floats are not summed exactly, whatever weights are."""
-    return WEIGHTS_ALONE if quantization is not None and quantization.weights_alone else precision
+    """Return by which bound rows of a bundle are compared: that of how its matrices are stored, whatever it is called.
+
+    Floats are not summed exactly, nor are blocks of 4 bits, of which one is enough.
+    """
+    if quantization is None:
+        return precision
+    if quantization.weights_alone:
+        return WEIGHTS_ALONE
+    return "int4" if "int4" in quantization.kinds else "int8"
 
 
 def check_rows(engine: Engine[State], material: Material, precision: str) -> float:

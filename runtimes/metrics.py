@@ -96,8 +96,8 @@ def need_sacrebleu() -> Any:
         return importlib.import_module("sacrebleu.metrics")
     except ImportError as error:
         raise BackendUnavailable(
-            f"bleu and chrf need sacrebleu ({error}): pip install 'fatdeploy[eval]', or ask for others: "
-            f"--metric {','.join(name for name in METRICS if name not in OF_TEXT)}"
+            f"bleu and chrf need sacrebleu ({error}): pip install 'fatdeploy[eval]', or ask for another: "
+            f"--metric {' or '.join(name for name in METRICS if name not in OF_TEXT)}"
         ) from error
 
 

@@ -1,5 +1,6 @@
 """Whether this CPU adds the products of a bundle's 8-bit integers exactly: some add two in 16 bits, which overflow."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,24 +20,29 @@ def check_saturation(ort: Any, bundle: Bundle) -> None:
     quantization = bundle.manifest.quantization
     if quantization is None or quantization.weights_alone:
         return
-    limit = 2 ** (quantization.weight_bits - 1) - 1
-    for width, found in _sums(ort, bundle):
-        refuse_overflow(found, width * 255 * limit, bundle)
-
-
-def _sums(ort: Any, bundle: Bundle) -> list[tuple[int, NDArray[np.int32]]]:
-    """Return how many products are added and what comes of it, for a row and for several."""
     path = bundle.file(SATURATION)
+    try:
+        sums = sums_of(ort, path)
+    except Exception as error:  # onnxruntime's have no base of their own
+        raise run_failed(bundle, SATURATION, error) from error
+    for width, found in sums:
+        refuse_overflow(found, exact_sum(width, quantization.weight_bits), bundle)
+
+
+def sums_of(ort: Any, path: Path) -> list[tuple[int, NDArray[np.int32]]]:
+    """Return how many products a probe adds and what comes of it here, for a row and for several."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
-    try:
-        session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        width = session.get_inputs()[0].shape[1]
-        given = [np.full((rows, width), 255, np.uint8) for rows in ROWS]
-        return [(width, session.run([SATURATION_OUTPUT], {SATURATION_INPUT: largest})[0]) for largest in given]
-    except Exception as error:  # onnxruntime's have no base of their own
-        raise run_failed(bundle, SATURATION, error) from error
+    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    width = session.get_inputs()[0].shape[1]
+    given = [np.full((rows, width), 255, np.uint8) for rows in ROWS]
+    return [(width, session.run([SATURATION_OUTPUT], {SATURATION_INPUT: largest})[0]) for largest in given]
+
+
+def exact_sum(width: int, bits: int) -> int:
+    """Return the size of every sum of a probe where nothing overflows."""
+    return int(width * 255 * (2 ** (bits - 1) - 1))
 
 
 def refuse_overflow(found: NDArray[np.int32], expected: int, bundle: Bundle) -> None:

@@ -9,6 +9,7 @@ from fatdeploy.bundle import (
     ENCODER,
     REQUIRED,
     Bundle,
+    CpuClass,
     Manifest,
     Provenance,
     Quantization,
@@ -18,6 +19,7 @@ from fatdeploy.export.contract import Choices, Flat, flat_model
 from fatdeploy.export.examples import Example, examples_from_file, random_examples
 from fatdeploy.export.g2p import CALIBRATION, CHECKPOINT, NAME
 from fatdeploy.export.g2p import PROBES as G2P_PROBES
+from fatdeploy.export.gate import RANDOM_STEPS
 from fatdeploy.export.pipeline import Origin, Plain, write_quantized
 from fatdeploy.export.precision import Asked, Integers, Quantizer
 from fatdeploy.export.sources import model_from_source
@@ -43,15 +45,17 @@ def quantizer_from(plain: Bundle, flat: Flat, asked: Asked) -> Quantizer:
         probes=random_examples(flat.spec, 1)[:12],
         tokenizer=None,
         stage=lambda _: None,
+        most_steps=RANDOM_STEPS,
     )
 
 
 @cache
-def quantized_of(preset: str, precision: Integers) -> Bundle:
+def quantized_of(preset: str, precision: Integers, cpu: CpuClass = "any") -> Bundle:
     """Return a preset with integers for matrices."""
     origin, spec = Origin(name=preset, random=True), model_of(preset).spec
     examples = random_examples(spec, 0), random_examples(spec, 1)[:12]
-    return _shared(bundle_of(preset), flat_model(model_of(preset)), origin, Asked(precision=precision), examples)
+    asked = Asked(precision=precision, cpu=cpu)
+    return _shared(bundle_of(preset), flat_model(model_of(preset)), origin, asked, examples)
 
 
 @cache
@@ -73,7 +77,7 @@ def _shared(
         model = Plain(flat, origin, "ort", "ort-cpu", traced={}, graphs=graphs, stage=lambda _: None)
         write_quantized(model, plain, folder, asked, *examples)
 
-    return shared_bundle(f"{origin.name}-{asked.precision}", write)
+    return shared_bundle(f"{origin.name}-{asked.precision}-{asked.cpu}", write)
 
 
 def hollow_bundle(folder: Path, quantization: Quantization | None, **files: bytes) -> Bundle:

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
@@ -14,6 +15,7 @@ from fatdeploy.bundle import Bundle, read_bundle, write_manifest
 from fatdeploy.cli import main
 from fatdeploy.errors import ConfigError
 from fatdeploy.export.asked import asked_of, precisions_from_text
+from fatdeploy.export.commands import export
 from fatdeploy.export.contract import Choices, flat_model
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.gate import Bar
@@ -23,6 +25,7 @@ from fatdeploy.machine import this_machine
 from fatdeploy.runtimes.decode import decode
 from fatdeploy.runtimes.engine import Capacity, Want
 from fatdeploy.runtimes.gate import cpu_class
+from fatdeploy.runtimes.metrics import METRICS
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort import WHOLE, OrtEngine
 from tests.bundles import bundle_of, model_of, shared_bundle
@@ -40,6 +43,7 @@ PLAIN: dict[str, Any] = {
     "recover": False,
     "min_agreement": 0.99,
     "max_loss": 0.3,
+    "metric": None,
     "activations": "int8",
     "ranges": "percentile",
 }
@@ -306,6 +310,24 @@ def test_sources_that_the_model_cannot_read_are_told_before_anything_is_traced(c
     assert "sources.txt: 1 of 2 lines cannot be used: source ids must lie in 0…63, found 99 at line 2; " in line
 
 
+def test_probes_with_some_targets_are_refused_before_anything_is_traced(checkpoint: Path) -> None:
+    out, sources = checkpoint.with_name("out"), checkpoint.with_name("sources.txt")
+    files = ("--calibration", sources, "--probes", sources)
+    line = refused(checkpoint, "--out", out, "--precision", "int8", *files, "--metric", "exact_match")
+    assert line.startswith("Error: the gate has no metric: --metric exact_match needs targets: give --probes a file ")
+    sources.write_text("3 4 5\t6 7\n6 7\n")
+    line = refused(checkpoint, "--out", out, "--precision", "int8", *files)
+    assert line == (
+        "Error: the gate has no metric: 1 of 2 probes have no target: give each of --probes a target, or none"
+    )
+
+
+def test_the_metrics_of_the_command_are_those_that_there_are() -> None:
+    (option,) = [one for one in export.params if one.name == "metric"]
+    assert isinstance(option.type, click.Choice)
+    assert set(option.type.choices) == set(METRICS)
+
+
 def test_graphs_of_standard_ops_have_no_4_bit_integers(tmp_path: Path) -> None:
     line = refused(TINY, "--out", tmp_path / "out", "--precision", "int4", "--target", "onnx")
     assert line == (
@@ -339,8 +361,9 @@ def test_options_become_what_is_asked() -> None:
     assert asked_of(PLAIN) is None
     assert asked_of({**PLAIN, "precision": "int8"}) == Asked(precision="int8", cpu="any", of={}, bar=Bar(0.99, 0.3))
     given = {"precision": "int4", "cpu": "arm64", "recover": True, "min_agreement": 0.9, "max_loss": 1.5}
+    given |= {"metric": "bleu"}
     assert asked_of({**PLAIN, **given, "precision_of": ("output=int8",)}) == Asked(
-        precision="int4", cpu="arm64", of={"output": "int8"}, recover=True, bar=Bar(0.9, 1.5)
+        precision="int4", cpu="arm64", of={"output": "int8"}, recover=True, bar=Bar(0.9, 1.5), metric="bleu"
     )
 
 
@@ -353,11 +376,12 @@ def test_all_that_is_useless_in_fp32_is_told_at_once() -> None:
         "recover": True,
         "min_agreement": 0.9,
         "max_loss": 1.0,
+        "metric": "chrf",
         "activations": "float",
         "ranges": "min-max",
     }
     names = ("--precision-of", "--calibration", "--probes", "--recover", "--cpu", "--min-agreement", "--max-loss")
-    names += ("--activations", "--ranges")
+    names += ("--metric", "--activations", "--ranges")
     with pytest.raises(ConfigError, match=f": {'; '.join(f'{name} is for integers' for name in names)}$"):
         asked_of({**PLAIN, **given})
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from io import BytesIO
@@ -15,6 +16,7 @@ import pytest
 from fatdeploy.bundle import (
     DECODER,
     EMBEDDING,
+    ENCODER,
     GATE,
     PARITY,
     WEIGHTS,
@@ -23,16 +25,19 @@ from fatdeploy.bundle import (
     read_bundle,
     write_manifest,
 )
-from fatdeploy.errors import BundleError, ParityFailed
-from fatdeploy.export.contract import flat_model
+from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, ParityFailed
+from fatdeploy.export.contract import Choices, flat_model
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.examples import Example, random_examples
-from fatdeploy.export.gate import Bar, Gate, Judgement, MetricChange, fewest_kept
+from fatdeploy.export.gate import RANDOM_STEPS, Bar, Gate, Judgement, MetricChange, fewest_kept, metric_of
 from fatdeploy.export.graph_files import graphs_of
+from fatdeploy.export.pipeline import Origin, Plain, write_quantized
 from fatdeploy.export.precision import Asked, Quantizer
+from fatdeploy.export.tokenizers import Kind, built_tokenizer
 from fatdeploy.machine import Machine
 from fatdeploy.runtimes import gate
 from fatdeploy.runtimes.certified import Certified
+from fatdeploy.runtimes.decode import decode
 from fatdeploy.runtimes.engine import StepOut, Want
 from fatdeploy.runtimes.fidelity import Fidelity
 from fatdeploy.runtimes.gate import (
@@ -48,8 +53,9 @@ from fatdeploy.runtimes.gate import (
     write_material,
 )
 from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.runtimes.text import Tokenizer, tokenizer_from_file
 from fatdeploy.spec import Tokens
-from tests.bundles import model_of
+from tests.bundles import bundle_of, model_of
 from tests.quantized import hollow_bundle, quantized_of, quantizer_from, quantizer_of
 from tests.scripted import SPEC, ScriptedEngine
 from tests.test_choices_of_export import aligned
@@ -130,6 +136,16 @@ def test_batches_are_all_rows_in_order(size: int, shapes: list[tuple[int, int, i
     assert [(*one.source.shape, one.tokens.shape[1]) for one in found] == shapes
     assert np.concatenate([one.source[:, 0] for one in found]).tolist() == [5, 6, 7, 8]
     assert np.concatenate([one.lengths for one in found]).tolist() == [3, 4, 1, 3]
+
+
+def test_a_batch_with_a_long_target_has_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "MOST_STEPS", 6)
+    found = list(repeated(2).batches())
+    # Targets of 3, 4, 1 and 3 tokens: two of 4 are more than 6 steps, two of 3 are not.
+    assert [one.lengths.tolist() for one in found] == [[3], [4], [1, 3], [3], [4], [1, 3]]
+    assert agreement_of(FollowingEngine(), repeated(2)) == Agreement(22, 14, 8, 4)
+    monkeypatch.setattr(gate, "MOST_STEPS", 2)
+    assert [one.lengths.tolist() for one in MATERIAL.batches()] == [[3], [4], [1], [3]]
 
 
 def test_what_was_said_has_no_end_and_is_in_reading_order() -> None:
@@ -469,24 +485,117 @@ class Numbers:
 def test_the_reference_itself_is_judged_to_be_right_and_another_model_is_not() -> None:
     reference = EagerEngine(model_of(TINY))
     sources = [one.source for one in random_examples(reference.spec, 1)[:3]]
-    first = Gate(reference, [Example(one) for one in sources], None)
+    most = {"most_steps": RANDOM_STEPS}
+    first = Gate(reference, [Example(one) for one in sources], None, **most)
     said = [" ".join(map(str, row)) for row in first.material.said(reference.spec)]
     # Two of three targets are what it says, the third is something that nobody says.
     references = [said[0], said[1], " ".join(["x"] * len(said[2].split()))]
     examples = [Example(ids, (text,)) for ids, text in zip(sources, references, strict=True)]
-    judged = Gate(reference, examples, Numbers()).judged(reference)
+    judged = Gate(reference, examples, Numbers(), metric="token_error_rate", **most).judged(reference)
     n_tokens = int(first.material.lengths.sum())
     assert judged.agreement == Agreement(n_tokens, n_tokens, 3, 3)
     lengths = [len(row.split()) for row in said]
     expected = 100 * lengths[2] / sum(lengths)
     assert judged.metric == MetricChange("token_error_rate", pytest.approx(expected), pytest.approx(expected))
     assert (judged.median_error, judged.steps_in_danger) == (0.0, 0.0)
-    other = Gate(reference, examples, Numbers()).judged(EagerEngine(model_of("at-tiny")))
+    second = Gate(reference, examples, Numbers(), metric="token_error_rate", **most)
+    other = second.judged(EagerEngine(model_of("at-tiny")))
     assert other.agreement.share < 0.5
     assert other.metric is not None
     assert other.metric.lost > 30
     assert other.steps_in_danger > 0.5
     assert first.judged(reference).metric is None
+
+
+@pytest.mark.parametrize("random", [True, False])
+def test_targets_of_random_weights_are_cut_and_those_of_trained_ones_are_judged_to_the_end(
+    tmp_path: Path, random: bool
+) -> None:
+    plain, flat = bundle_of(TINY), flat_model(model_of(TINY))
+    graphs = {part: plain.path / part for part in (ENCODER, DECODER)}
+    model = Plain(flat, Origin(name=TINY, random=random), "ort", "ort-cpu", {}, graphs, stage=lambda _: None)
+    asked = Asked(precision="int8", of={"*": "fp32", "output": "int8", EMBEDDING: "int8"}, bar=Bar(agreement=0.5))
+    examples = [Example(ids) for ids in (np.array([5, 9, 33]), np.array([40, 8]))]
+    write_quantized(model, plain, folder_in(tmp_path), asked, examples, examples)
+    material = read_material(read_bundle(tmp_path / "new"))
+    whole = [decode(EagerEngine(flat), [one.source])[0] for one in examples]
+    lengths = [len(one.tokens) + (one.finish == "eos") for one in whole]
+    assert max(lengths) > RANDOM_STEPS
+    assert material.lengths.tolist() == [min(RANDOM_STEPS, length) if random else length for length in lengths]
+
+
+def test_a_metric_of_a_trained_model_compares_whole_targets() -> None:
+    reference = EagerEngine(flat_model(model_of(TINY), Choices(max_target=80)))
+    (whole,) = decode(reference, [np.array([5, 9, 33])])
+    examples = [Example(np.array([5, 9, 33]), (" ".join(map(str, whole.tokens)),))]
+    assert len(whole.tokens) > RANDOM_STEPS
+    judged = Gate(reference, examples, None, metric="token_error_rate").judged(reference)
+    assert judged.metric == MetricChange("token_error_rate", 0.0, 0.0)
+    cut = Gate(reference, examples, None, metric="token_error_rate", most_steps=50).judged(reference)
+    assert cut.metric is not None
+    assert cut.metric.reference == cut.metric.quantized == pytest.approx(100 * (1 - 50 / len(whole.tokens)))
+
+
+# -- which metric ------------------------------------------------------------------------------------------------------
+
+PAIR, BARE = Example(np.array([3]), ("x",)), Example(np.array([4]))
+
+
+def tokenizer_of(kind: Kind, folder: Path) -> Tokenizer:
+    built_tokenizer([("a b", "a b")], kind).save(folder / "tokenizer.json")
+    return tokenizer_from_file(folder / "tokenizer.json")
+
+
+def silent(said: str) -> None:
+    raise AssertionError(said)
+
+
+@pytest.mark.parametrize(
+    ("kind", "metric"), [("symbols", "token_error_rate"), ("characters", "token_error_rate"), ("bpe", "bleu")]
+)
+def test_the_metric_is_that_of_the_tokens_unless_one_is_wanted(tmp_path: Path, kind: Kind, metric: str) -> None:
+    tokenizer = tokenizer_of(kind, tmp_path)
+    assert metric_of(None, [PAIR, PAIR], tokenizer, silent) == metric
+    assert metric_of("exact_match", [PAIR], tokenizer, silent) == "exact_match"
+    assert metric_of("chrf", [PAIR], tokenizer, silent) == "chrf"
+    assert metric_of(None, [BARE, BARE], tokenizer, silent) is None
+
+
+def test_ids_without_a_tokenizer_are_symbols() -> None:
+    assert metric_of(None, [PAIR], None, silent) == "token_error_rate"
+
+
+def test_without_sacrebleu_it_is_said_which_metric_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
+    tokenizer, said = tokenizer_of("bpe", tmp_path), list[str]()
+    assert metric_of(None, [PAIR], tokenizer, said.append) == "token_error_rate"
+    assert said == ["judging by token_error_rate: bleu needs sacrebleu (pip install 'fatdeploy[eval]')"]
+    with pytest.raises(BackendUnavailable, match=r"pip install .*, or ask for another: --metric token_"):
+        metric_of("bleu", [PAIR], tokenizer, silent)
+
+
+def test_what_cannot_be_measured_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"1 of 3 probes have no target: give each of --probes a target, or none"):
+        metric_of(None, [PAIR, BARE, PAIR], None, silent)
+    with pytest.raises(
+        ConfigError,
+        match=r"no metric: --metric bleu needs targets: give --probes a file with a source, TAB and target a line; "
+        r"--metric bleu needs text, and the model has no tokenizer: say --metric token_error_rate$",
+    ):
+        metric_of("bleu", [BARE, BARE], None, silent)
+
+
+def test_metrics_of_text_are_better_when_they_are_higher() -> None:
+    reference, other = EagerEngine(model_of(TINY)), EagerEngine(model_of("at-tiny"))
+    examples = [Example(ids) for ids in (np.array([5, 9, 33]), np.array([40, 8]))]
+    rows = Gate(reference, examples, None, most_steps=20).material.said(reference.spec)
+    pairs = [replace(one, references=(" ".join(map(str, row)),)) for one, row in zip(examples, rows, strict=True)]
+    for metric in ("bleu", "chrf", "exact_match"):
+        found = Gate(reference, pairs, Numbers(), metric=metric, most_steps=20).judged(other).metric
+        assert found is not None
+        assert found.reference == pytest.approx(100)
+        assert found.lost == pytest.approx(100 - found.quantized)
+        assert found.lost > 50
 
 
 # -- what a quantization must keep -------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def test_what_does_not_go_together_is_refused(
 
 def test_without_sacrebleu_the_message_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
-    others = "--metric token_error_rate,sequence_error_rate,exact_match"
-    with pytest.raises(BackendUnavailable, match=rf"pip install 'fatdeploy\[eval\]', or ask for others: {others}"):
+    others = "--metric token_error_rate or sequence_error_rate or exact_match"
+    with pytest.raises(BackendUnavailable, match=rf"pip install 'fatdeploy\[eval\]', or ask for another: {others}"):
         bleu(["a"], [["a"]])
     assert exact_match(["a"], [["a"]]).value == 100.0

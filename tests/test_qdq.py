@@ -147,6 +147,17 @@ def test_weights_alone_are_told_apart() -> None:
     assert row_kind("fp16", None) == "fp16"
 
 
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_rows_are_compared_by_how_matrices_are_stored(precision: str) -> None:
+    def kind_of(**matrices: str) -> str:
+        return row_kind(precision, Quantization("any", 7, matrices, enforced=False))
+
+    assert kind_of(a="int8 static", b="int4", embedding="int8") == "int4"
+    assert kind_of(a="int8 static", b="int8 by row", c="fp32") == "int8"
+    # Rows that are looked up are not summed.
+    assert kind_of(a="int8 static", embedding="int4") == "int8"
+
+
 def test_what_a_dialect_does_not_have_is_refused_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--activations float is for graphs .*; --ranges min-max is for graphs"):
         check_asked(Asked(precision="int8", activations="float", ranges="min-max"), "ort")

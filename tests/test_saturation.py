@@ -8,18 +8,22 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from click.testing import CliRunner
 from onnx import TensorProto, helper, numpy_helper
 
-from fatdeploy.bundle import SATURATION, Bundle, CpuClass, Quantization, write_manifest
+from fatdeploy.bundle import DECODER, ENCODER, SATURATION, Bundle, CpuClass, Quantization, write_manifest
+from fatdeploy.cli import main
 from fatdeploy.errors import BackendUnavailable, BundleError
+from fatdeploy.export import saturation
+from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.integers import WeightBits
 from fatdeploy.export.saturation import write_saturation_probe
 from fatdeploy.machine import this_machine
-from fatdeploy.runtimes.gate import cpu_class
+from fatdeploy.runtimes.gate import certificate_of, cpu_class, verified_quantized
 from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.runtimes.saturation import check_saturation, refuse_overflow
 from fatdeploy.spec import SATURATION_INPUT, SATURATION_OUTPUT
-from tests.bundles import bundle_of
+from tests.bundles import bundle_of, model_of
 from tests.quantized import hollow_bundle, quantized_of
 
 EXACT = {7: 72 * 255 * 63, 8: 72 * 255 * 127}
@@ -144,6 +148,58 @@ def test_one_wrong_sum_among_right_ones_is_refused(tmp_path: Path) -> None:
 def test_an_engine_of_eight_bits_does_not_start_on_a_cpu_that_overflows(tmp_path: Path) -> None:
     with pytest.raises(BackendUnavailable, match=r"Export it with --cpu any, which is right everywhere"):
         OrtEngine(narrow_bundle(tmp_path / "eight", 8))
+
+
+@pytest.mark.parametrize("cpu", ["x86-vnni", "arm64"])
+def test_an_export_for_other_cpus_says_what_to_type_before_anything_is_traced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu: str
+) -> None:
+    monkeypatch.setattr(saturation, "write_saturation_probe", write_narrow_probe)
+    options = ["--out", str(tmp_path / "out"), "--precision", "int8", "--cpu", cpu]
+    result = CliRunner().invoke(main, ["export", "transformer-tiny", *options])
+    here = cpu_class(this_machine()) or "of no class that is known"
+    assert (result.exit_code, result.stdout, list(tmp_path.iterdir())) == (1, "", [])
+    assert result.stderr == (
+        f"Error: --cpu {cpu} asks for 8-bit weights, and this CPU ({here}) overflows when it adds their products, so "
+        f"that the gate cannot judge them here: export on a CPU of the class {cpu}, or say --cpu any, which is right "
+        "everywhere\n"
+    )
+
+
+@pytest.mark.parametrize("cpu", ["any", "x86-avx2"])
+def test_an_export_of_seven_bits_is_judged_there(monkeypatch: pytest.MonkeyPatch, cpu: CpuClass) -> None:
+    monkeypatch.setattr(saturation, "write_saturation_probe", write_narrow_probe)
+    saturation.check_cpu(cpu)
+
+
+def test_a_bundle_of_eight_bits_uses_them_and_is_right_where_nothing_overflows() -> None:
+    here = cpu_class(this_machine())
+    if here not in ("x86-vnni", "arm64"):
+        pytest.skip(f"8-bit weights overflow on a CPU of the class {here}, or nobody knows whether they do")
+    saturation.check_cpu(here)
+    bundle, seven = quantized_of("transformer-tiny", "int8", here), quantized_of("transformer-tiny", "int8")
+    said = bundle.manifest.quantization
+    assert said is not None
+    assert (said.cpu, said.weight_bits) == (here, 8)
+    assert [largest_weight(one) for one in (bundle, seven)] == [127, 63]
+    engine = OrtEngine(bundle)
+    found = verified_quantized(engine, bundle, certificate_of(bundle))
+    assert (found["row_difference"], found["share"]) == (0.0, found["recorded_share"])
+    ids = np.arange(64)
+    exact = EagerEngine(model_of("transformer-tiny")).output_rows(ids)
+    errors = [np.square(one.output_rows(ids) - exact).mean() for one in (engine, OrtEngine(seven))]
+    assert errors[0] < errors[1] / 3  # a bit more is a quarter of the squares
+
+
+def largest_weight(bundle: Bundle) -> int:
+    """Return the largest of all 8-bit weights of a bundle."""
+    tensors = [
+        numpy_helper.to_array(tensor, str(bundle.path))
+        for part in (ENCODER, DECODER)
+        for tensor in onnx.load(bundle.path / part).graph.initializer
+        if tensor.data_type == TensorProto.INT8
+    ]
+    return max(int(np.abs(one.astype(int)).max()) for one in tensors)
 
 
 def test_an_engine_of_seven_bits_starts_there(tmp_path: Path) -> None:
