@@ -126,7 +126,7 @@ def _check_scores(found: list[Hypothesis], expected: Expected) -> None:
 
 
 def _ctranslate2_decoder(turn: BeamTurn, sizes: BeamSizes, expected: Expected) -> BeamDecoder:
-    from benchmarks.ctranslate2_decoding import Translation
+    from benchmarks.peers.ctranslate2_decoding import Translation
 
     folder = Cache(Path(sizes.cache), turn.preset).ctranslate2
     translation = Translation(folder, threads=turn.threads, workers=turn.workers)

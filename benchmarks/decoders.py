@@ -63,7 +63,7 @@ class Translating:
     """CTranslate2, which decodes by itself and shows nothing but its result."""
 
     def __init__(self, folder: Path, probe: Probe, **setting: Any) -> None:
-        from benchmarks.ctranslate2_decoding import Translation
+        from benchmarks.peers.ctranslate2_decoding import Translation
 
         self.translation = Translation(folder, **setting)
         self.sources = self.translation.sources(probe.source, probe.mask)

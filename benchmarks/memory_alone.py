@@ -24,7 +24,7 @@ def with_fatdeploy(asked: dict[str, Any]) -> Decode:
 
 def with_ctranslate2(asked: dict[str, Any]) -> Decode:
     """Load a model of CTranslate2; return what decodes the sources."""
-    from benchmarks.ctranslate2_decoding import Translation
+    from benchmarks.peers.ctranslate2_decoding import Translation
 
     setting = {"threads": asked["threads"], "workers": asked["workers"], "compute_type": asked["precision"]}
     translation = Translation(Path(asked["folder"]), **setting)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.ctranslate2_model import write_ctranslate2_model
+from benchmarks.peers.ctranslate2_model import write_ctranslate2_model
 from benchmarks.turns import Cache, Sizes
 from fatdeploy.export.certify import drawn_probe
 from fatdeploy.export.eager import EagerEngine

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from benchmarks.beam_turns import BeamSizes
-from benchmarks.ctranslate2_model import write_ctranslate2_model
+from benchmarks.peers.ctranslate2_model import write_ctranslate2_model
 from benchmarks.prepare import prepared_model
 from benchmarks.turns import Cache
 from fatdeploy.export.eager import EagerEngine, EagerState

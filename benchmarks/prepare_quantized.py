@@ -8,8 +8,8 @@ from typing import Any
 
 import ctranslate2
 
-from benchmarks.ctranslate2_model import write_ctranslate2_model
 from benchmarks.measuring import ROOT
+from benchmarks.peers.ctranslate2_model import write_ctranslate2_model
 from benchmarks.peers.growing_caches import write_growing_caches
 from benchmarks.prepare import prepare_probes, prepared_model
 from benchmarks.turns import FP32, Cache, Sizes

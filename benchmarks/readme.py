@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.g2p_targets import targets as g2p_targets
+from benchmarks.plots import steps_picture
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -22,6 +23,7 @@ ENGINES = {
 # What engines are compared by; the difference of a long and a short decode, because CTranslate2 tells no more.
 STEP = "per_token_by_difference"
 PROFILED_OPS = 5
+PICTURE = "quantized.svg"
 
 
 def machine_line(result: dict[str, Any], packages: tuple[str, ...], threads: str) -> str:
@@ -76,9 +78,9 @@ def quantized_table(result: dict[str, Any]) -> str:
         )
     measured = f"{where(result, ('onnxruntime', 'ctranslate2', 'torch'))}; source {result['source']} tokens, "
     steps = f"{result['target']} steps; tokens are compared where all before them are the reference's."
-    # A result may be older than its profiles.
-    more = [*targets_table(result["targets"]), "", *profile_lines(result.get("profiles", []))]
-    return "\n".join([*lines, "", *more, measured + steps])
+    picture = f"![Milliseconds a step by engine and batch](benchmarks/results/{PICTURE})"
+    more = [*targets_table(result["targets"]), "", *profile_lines(result["profiles"])]
+    return "\n".join([picture, "", *lines, "", *more, measured + steps])
 
 
 def profile_lines(profiles: list[dict[str, Any]], precision: str = "int8") -> list[str]:
@@ -354,13 +356,21 @@ def with_tables(readme: str) -> str:
     return readme
 
 
+def picture() -> str:
+    """Return the picture of all engines of the committed result, each in its best setting."""
+    result = json.loads((RESULTS / "quantized.json").read_text())
+    return steps_picture([row for row in result["results"] if row["best_setting"]], ENGINES, STEP)
+
+
 def main() -> None:
-    """Rewrite the README; with --check only say whether it is what the results give."""
-    old = README.read_text()
-    new = with_tables(old)
-    if "--check" in sys.argv[1:]:
-        sys.exit("README.md is not what the results give: run python -m benchmarks.readme" if old != new else 0)
-    README.write_text(new)
+    """Rewrite the README and its picture; with --check only say whether they are what the results give."""
+    made = {README: with_tables(README.read_text()), RESULTS / PICTURE: picture()}
+    if "--check" not in sys.argv[1:]:
+        for path, text in made.items():
+            path.write_text(text)
+        return
+    old = [path.name for path, text in made.items() if not path.exists() or path.read_text() != text]
+    sys.exit(f"not what the results give: {', '.join(old)}; run python -m benchmarks.readme" if old else 0)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.ctranslate2_decoding import Translation
-from benchmarks.ctranslate2_model import write_ctranslate2_model
 from benchmarks.measuring import Kept
+from benchmarks.peers.ctranslate2_decoding import Translation
+from benchmarks.peers.ctranslate2_model import write_ctranslate2_model
 from benchmarks.prepare_beams import MarginEngine, Unsafe
 from benchmarks.readme import beams_table, engines_table, export_lines
 from benchmarks.turns import Cache

@@ -4,21 +4,23 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.ctranslate2_model import write_ctranslate2_model
 from benchmarks.decoders import STEP, Stepping, Translating
 from benchmarks.measuring import Phases
+from benchmarks.peers.ctranslate2_model import write_ctranslate2_model
 from benchmarks.peers.growing_caches import write_growing_caches
 from benchmarks.peers.growing_caches_decoding import GrowingCaches
+from benchmarks.plots import steps_picture
 from benchmarks.prepare_quantized import prepare_bundle
 from benchmarks.quantized import Plan
 from benchmarks.quantized_targets import targets
 from benchmarks.quantized_turns import QuantizedTurn, agreeing_prefix, checked
-from benchmarks.readme import quantized_table
+from benchmarks.readme import ENGINES, quantized_table
 from benchmarks.turns import Cache, Sizes
 from fatdeploy.bundle import write_manifest
 from fatdeploy.export.certify import drawn_probe
@@ -248,7 +250,7 @@ def test_a_run_says_agreement_memory_and_size_beside_every_time(result: dict[str
 def test_the_readme_shows_each_engine_in_its_best_setting_and_what_is_missed(result: dict[str, Any]) -> None:
     shown = [row for row in result["results"] if row["best_setting"]]
     assert [row["engine"] for row in shown] == ["fatdeploy", "fatdeploy", "ctranslate2", "plain", "reference"]
-    lines = quantized_table(result).splitlines()
+    lines = quantized_table(result).splitlines()[2:]  # after the picture
     assert [line.split(" | ")[1].split(",")[0] for line in lines[2:7]] == [
         "fatdeploy",
         "fatdeploy",
@@ -286,3 +288,14 @@ def test_a_run_shows_where_a_step_goes_and_what_it_reads(result: dict[str, Any])
 def rows_bytes(result: dict[str, Any]) -> int:
     found: int = next(row["bytes_on_disk"] for row in result["results"] if row["precision"] == "int8")
     return found
+
+
+def test_the_picture_has_a_bar_for_each_engine_as_long_as_its_step(result: dict[str, Any]) -> None:
+    rows = [row for row in result["results"] if row["best_setting"]]
+    drawn = ElementTree.fromstring(steps_picture(rows, ENGINES, STEP))
+    bars = [float(one.get("width", 0)) for one in drawn.iter("{http://www.w3.org/2000/svg}rect")]
+    steps = [row["phases"][STEP]["p50_ms"] for row in rows]
+    longest = max(zip(steps, bars, strict=True))
+    assert bars == pytest.approx([max(1.0, step / longest[0] * longest[1]) for step in steps], abs=0.1)
+    texts = [one.text or "" for one in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert "CTranslate2, int8" in texts or "CTranslate2, float32" in texts

@@ -7,7 +7,7 @@ import numpy as np
 from ctranslate2.specs import TransformerSpec, common_spec
 from torch import Tensor, nn
 
-from benchmarks.ctranslate2_decoding import NEVER
+from benchmarks.peers.ctranslate2_decoding import NEVER
 from fatdeploy.errors import ConfigError, in_one_line
 from fatdeploy.export.reference.config import ModelConfig
 from fatdeploy.export.reference.decoder import CachedAttention
