@@ -130,7 +130,7 @@ def _verify_quantized(
     if as_json:
         click.echo(json.dumps(found))
         return
-    bar = f"the bar is {found['bar']:.2%}" if found["enforced"] else "random weights: no bar"
+    bar = f"the bar is {found['bar']:.2%}" if found["enforced"] else "random weights: judged by the export's"
     apart = found["row_difference"]
     rows = f"differs from the row alone by {apart:.0e}" if apart else "is what the row alone is, bit for bit"
     click.echo(

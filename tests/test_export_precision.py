@@ -152,8 +152,8 @@ def test_verify_counts_again_on_this_machine() -> None:
     assert result.exit_code == 0, result.stderr
     assert result.stdout == (
         f"{bundle.path}: {found['same_tokens']} of {found['tokens']} tokens ({found['share']:.2%}) and "
-        f"{found['same_sequences']} of 32 targets are the reference's (random weights: no bar; {found['share']:.2%} "
-        "when it was exported); a row of a batch is what the row alone is, bit for bit\n"
+        f"{found['same_sequences']} of 32 targets are the reference's (random weights: judged by the export's; "
+        f"{found['share']:.2%} when it was exported); a row of a batch is what the row alone is, bit for bit\n"
     )
     values = json.loads(run("verify", bundle.path, "--json").stdout)
     assert values == {
