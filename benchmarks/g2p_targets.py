@@ -1,7 +1,8 @@
 """What the bundled model must reach on the words that it never saw, and whether the rows of a result do."""
 
-import math
 from typing import Any
+
+from benchmarks.targets import judged
 
 Row = dict[str, Any]
 
@@ -22,16 +23,16 @@ def targets(rows: list[Row]) -> list[dict[str, Any]]:
     greedy, beams = _errors(rows), _errors(rows, beams=BEAMS)
     quantized = _errors(rows, precision="int8")
     return [
-        *(_target(said, greedy.get(name), at_most=most) for name, (said, most) in MOST_ERRORS.items()),
+        *(judged(said, greedy.get(name), at_most=most) for name, (said, most) in MOST_ERRORS.items()),
         *(
-            _target(
+            judged(
                 f"{said} wrong with {BEAMS} beams, points above greedy", _above(beams, greedy, name), at_most=MOST_LOSS
             )
             for name, said in (("wer", "words"), ("per", "phonemes"))
         ),
-        _target("phonemes wrong in int8, points above fp32", _above(quantized, greedy, "per"), at_most=MOST_LOSS),
+        judged("phonemes wrong in int8, points above fp32", _above(quantized, greedy, "per"), at_most=MOST_LOSS),
         *(
-            _target(
+            judged(
                 f"words a second, {batch} at once, times g2p-en's: the faster precision",
                 _speed(rows, batch),
                 at_least=least,
@@ -54,8 +55,3 @@ def _above(one: dict[str, float], other: dict[str, float], name: str) -> float |
 def _speed(rows: list[Row], batch: int) -> float | None:
     asked = {"engine": OURS, "beams": 1, "batch": batch}
     return max((row["times_peer"] for row in rows if asked.items() <= row.items()), default=None)
-
-
-def _target(name: str, found: float | None, **limit: float) -> dict[str, Any]:
-    least, most = limit.get("at_least", -math.inf), limit.get("at_most", math.inf)
-    return {"target": name, **limit, "found": found, "met": None if found is None else least <= found <= most}

@@ -1,11 +1,11 @@
 """What quantized bundles must reach against their peers, and whether the rows of a result do."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.decoders import STEP, EngineName
+from benchmarks.targets import judged, limit_of
 
 Row = dict[str, Any]
 
@@ -100,18 +100,17 @@ def _memory_limits(rows: list[Row]) -> Iterator[dict[str, Any]]:
 
 
 def _target(name: str, found: float | None, **rest: Any) -> dict[str, Any]:
-    least, most = rest.get("at_least", -math.inf), rest.get("at_most", math.inf)
-    target = {"target": name, **rest, "found": found, "met": None if found is None else least <= found <= most}
+    target = judged(name, found, **rest)
     return {**target, "said": _said(target)}
 
 
 def _said(target: dict[str, Any]) -> str:
     """Return a target in words."""
     batch = f", batch {target['batch']}" if "batch" in target else ""
-    limit = f"at least {target['at_least']:g}" if "at_least" in target else f"at most {target['at_most']:g}"
     if target["found"] is None:
-        return f"not measured: {target['target']}{batch} ({limit})"
-    return f"{'met' if target['met'] else 'NOT MET'}: {target['target']}{batch}: {target['found']:.2f} ({limit})"
+        return f"not measured: {target['target']}{batch} ({limit_of(target)})"
+    met = "met" if target["met"] else "NOT MET"
+    return f"{met}: {target['target']}{batch}: {target['found']:.2f} ({limit_of(target)})"
 
 
 def _setting(row: Row | None) -> dict[str, Any] | None:

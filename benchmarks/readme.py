@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.g2p_targets import targets as g2p_targets
 from benchmarks.plots import steps_picture
+from benchmarks.targets import verdict
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -128,14 +129,6 @@ def targets_met(targets: list[dict[str, Any]]) -> str:
 def targets_list(targets: list[dict[str, Any]]) -> list[str]:
     """Return the same where there are no batches."""
     return [f"| {targets_met(targets)} | |", "|---|---|", *(f"| {one['target']} | {verdict(one)} |" for one in targets)]
-
-
-def verdict(target: dict[str, Any]) -> str:
-    """Return what was found and what is asked for in a few words."""
-    asked = f"at least {target['at_least']:g}" if "at_least" in target else f"at most {target['at_most']:g}"
-    if target["found"] is None:
-        return f"not measured, {asked}"
-    return f"{target['found']:.2f}, {'met' if target['met'] else 'NOT MET'}: {asked}"
 
 
 def shown(value: float | None, form: str) -> str:
