@@ -38,7 +38,7 @@ from fatdeploy.export.cuda_target import check_cuda_precision, cuda_record, deco
 from fatdeploy.export.dialects import OPSET
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.examples import Example, examples_from_file, random_examples
-from fatdeploy.export.gate import RANDOM_STEPS, metric_of
+from fatdeploy.export.gate import RANDOM_STEPS, Trial, metric_of
 from fatdeploy.export.graph_files import op_histogram
 from fatdeploy.export.half import Half, check_half, half_array, halved
 from fatdeploy.export.package import placed_output_matrix, write_graphs
@@ -53,7 +53,7 @@ from fatdeploy.folders import replaced_folder
 from fatdeploy.runtimes.engine import Want
 from fatdeploy.runtimes.gate import write_material
 from fatdeploy.runtimes.ort_sessions import onnxruntime_module
-from fatdeploy.runtimes.text import tokenizer_from_file
+from fatdeploy.runtimes.text import Tokenizer, tokenizer_from_file
 from fatdeploy.runtimes.verify import write_probes
 from fatdeploy.spec import ModelSpec, TensorSpec
 
@@ -109,16 +109,16 @@ def write_bundle(
         check_asked(quantize, dialect)
         if quantize.activations == "int8":
             check_cpu(quantize.cpu)
-    examples = None if quantize is None else _examples(flat.spec, origin, quantize.metric)
+    trial = None if quantize is None else trial_of(origin, quantize, *_examples(flat.spec, origin), stage)
     with replaced_folder(folder, force=force) as new, _folder_beside(new) as work:
         traced, graphs = _written_graphs(flat, dialect, work, stage, decoder_seams(target, precision))
         plain = Plain(flat, origin, dialect, target, traced, graphs, stage)
-        if quantize is None or examples is None:
+        if quantize is None or trial is None:
             plain.write(new, half)
         else:
             (Path(work) / "fp32").mkdir()
             plain.write(Path(work) / "fp32", None)
-            write_quantized(plain, read_bundle(Path(work) / "fp32", check_hashes=False), new, quantize, *examples)
+            write_quantized(plain, read_bundle(Path(work) / "fp32", check_hashes=False), new, quantize, trial)
         if finish is not None:
             finish(new)
     return read_bundle(folder)
@@ -175,23 +175,11 @@ class Plain:
         write_manifest(folder, manifest)
 
 
-def write_quantized(
-    model: Plain, plain: Bundle, folder: Path, asked: Asked, calibration: list[Example], probes: list[Example]
-) -> None:
+def write_quantized(model: Plain, plain: Bundle, folder: Path, asked: Asked, trial: Trial) -> None:
     """Write the quantized bundle of graphs that are proved right, with what the gate says of it."""
     flat, origin = model.flat, model.origin
     manifest = replace(plain.manifest, precision=asked.precision)
-    quantizer = Quantizer(
-        flat,
-        model.graphs,
-        manifest,
-        asked,
-        calibration=calibration,
-        probes=probes,
-        tokenizer=None if origin.tokenizer is None else tokenizer_from_file(origin.tokenizer),
-        stage=model.stage,
-        most_steps=RANDOM_STEPS if origin.random else None,
-    )
+    quantizer = Quantizer(flat, model.graphs, manifest, asked, trial, model.stage)
     judged = quantizer.written(folder, enforced=not origin.random)
     for name in (PROBES, *([TOKENIZER] if origin.tokenizer is not None else [])):
         shutil.copyfile(plain.path / name, folder / name)
@@ -221,9 +209,22 @@ def _write_certificate(folder: Path, certificate: dict[str, Any]) -> None:
     (folder / PARITY).write_text(json.dumps(certificate, indent=2, sort_keys=True) + "\n")
 
 
-def _examples(spec: ModelSpec, origin: Origin, metric: str | None) -> tuple[list[Example], list[Example]]:
+def trial_of(
+    origin: Origin, asked: Asked, calibration: list[Example], probes: list[Example], say: Callable[[str], None]
+) -> Trial:
+    """Return how a quantization is calibrated and judged; a metric that cannot be had is refused."""
+    tokenizer = _tokenizer_of(origin)
+    metric = metric_of(asked.metric, probes, tokenizer, say)
+    return Trial(calibration, probes, tokenizer, metric, RANDOM_STEPS if origin.random else None)
+
+
+def _tokenizer_of(origin: Origin) -> Tokenizer | None:
+    return None if origin.tokenizer is None else tokenizer_from_file(origin.tokenizer)
+
+
+def _examples(spec: ModelSpec, origin: Origin) -> tuple[list[Example], list[Example]]:
     """Return what a quantization is calibrated with and judged by; a trained model needs real sources for both."""
-    tokenizer = None if origin.tokenizer is None else tokenizer_from_file(origin.tokenizer)
+    tokenizer = _tokenizer_of(origin)
     files = {"--calibration": origin.calibration, "--probes": origin.probes}
     missing = [name for name, path in files.items() if path is None]
     if missing and not origin.random:
@@ -235,7 +236,6 @@ def _examples(spec: ModelSpec, origin: Origin, metric: str | None) -> tuple[list
         random_examples(spec, seed) if path is None else examples_from_file(path, spec, tokenizer)
         for seed, path in enumerate(files.values())
     ]
-    metric_of(metric, found[1], tokenizer, lambda _: None)  # what it refuses is refused before anything is traced
     return found[0], found[1]
 
 

@@ -24,8 +24,7 @@ from fatdeploy.errors import ConfigError, ParityFailed, in_one_line
 from fatdeploy.export.calibrate import Said, Seen, activations_of
 from fatdeploy.export.contract import Flat
 from fatdeploy.export.eager import EagerEngine
-from fatdeploy.export.examples import Example
-from fatdeploy.export.gate import Bar, Gate, Judgement, fewest_kept, material_of, metric_of
+from fatdeploy.export.gate import Bar, Gate, Judgement, Trial, fewest_kept, material_of
 from fatdeploy.export.graph_files import op_histogram, read_structure
 from fatdeploy.export.integers import Floats, WeightBits, best_range, row_noise
 from fatdeploy.export.matrices import OUTPUT, Scope, lookups_of, products_of
@@ -35,7 +34,6 @@ from fatdeploy.export.quantize import MatrixPrecision, MatrixRecipe, Recipe, qua
 from fatdeploy.export.saturation import WEIGHT_BITS, write_saturation_probe
 from fatdeploy.runtimes.gate import check_rows, checked_on, row_kind
 from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.text import Tokenizer
 from fatdeploy.spec import ModelSpec
 from fatdeploy.tables import aligned
 
@@ -158,22 +156,19 @@ class Quantizer:
         graphs: Graphs,
         manifest: Manifest,
         asked: Asked,
-        *,
-        calibration: Sequence[Example],
-        probes: Sequence[Example],
-        tokenizer: Tokenizer | None,
+        trial: Trial,
         stage: Callable[[str], None],
-        most_steps: int | None = None,
     ) -> None:
         self.model, self.graphs, self.manifest, self.asked, self.stage = model, graphs, manifest, asked, stage
         self._standard = manifest.dialect == "standard"
         self.matrices = matrices_of(graphs, model.spec)
         self.precisions = precisions_of(self.matrices, asked)
-        self._calibration, self._most_steps = calibration, most_steps
+        self._trial = trial
         self._seen: dict[str, dict[str, Seen]] | None = None
-        metric = metric_of(asked.metric, probes, tokenizer, stage)
-        stage(f"asking the reference about {len(probes)} probes")
-        self.gate = Gate(EagerEngine(model), probes, tokenizer, metric=metric, most_steps=most_steps)
+        stage(f"asking the reference about {len(trial.probes)} probes")
+        self.gate = Gate(
+            EagerEngine(model), trial.probes, trial.tokenizer, metric=trial.metric, most_steps=trial.most_steps
+        )
 
     def written(self, folder: Path, *, enforced: bool) -> Judged:
         """Write graphs, weights and manifest; below the bar it fails with what to keep, or keeps it (``recover``)."""
@@ -251,9 +246,9 @@ class Quantizer:
 
     def _activations(self) -> dict[str, dict[str, Seen]]:
         if self._seen is None:
-            self.stage(f"calibrating with {len(self._calibration)} sources")
-            sources = [one.source for one in self._calibration]
-            material = material_of(EagerEngine(self.model), sources, self._most_steps)
+            self.stage(f"calibrating with {len(self._trial.calibration)} sources")
+            sources = [one.source for one in self._trial.calibration]
+            material = material_of(EagerEngine(self.model), sources, self._trial.most_steps)
             said = [
                 Said(ids[real], tokens[:length])
                 for ids, real, tokens, length in zip(

@@ -19,8 +19,8 @@ from fatdeploy.export.contract import Choices, Flat, flat_model
 from fatdeploy.export.examples import Example, examples_from_file, random_examples
 from fatdeploy.export.g2p import CALIBRATION, CHECKPOINT, NAME
 from fatdeploy.export.g2p import PROBES as G2P_PROBES
-from fatdeploy.export.gate import RANDOM_STEPS
-from fatdeploy.export.pipeline import Origin, Plain, write_quantized
+from fatdeploy.export.gate import RANDOM_STEPS, Trial
+from fatdeploy.export.pipeline import Origin, Plain, trial_of, write_quantized
 from fatdeploy.export.precision import Asked, Integers, Quantizer
 from fatdeploy.export.sources import model_from_source
 from fatdeploy.runtimes.text import tokenizer_from_file
@@ -41,11 +41,8 @@ def quantizer_from(plain: Bundle, flat: Flat, asked: Asked) -> Quantizer:
         {part: plain.path / part for part in (ENCODER, DECODER)},
         replace(plain.manifest, precision=asked.precision, files={}),
         asked,
-        calibration=random_examples(flat.spec, 0),
-        probes=random_examples(flat.spec, 1)[:12],
-        tokenizer=None,
-        stage=lambda _: None,
-        most_steps=RANDOM_STEPS,
+        Trial(random_examples(flat.spec, 0), random_examples(flat.spec, 1)[:12], most_steps=RANDOM_STEPS),
+        lambda _: None,
     )
 
 
@@ -75,7 +72,7 @@ def _shared(
         folder.mkdir()
         graphs = {part: plain.path / part for part in (ENCODER, DECODER)}
         model = Plain(flat, origin, "ort", "ort-cpu", traced={}, graphs=graphs, stage=lambda _: None)
-        write_quantized(model, plain, folder, asked, *examples)
+        write_quantized(model, plain, folder, asked, trial_of(origin, asked, *examples, lambda _: None))
 
     return shared_bundle(f"{origin.name}-{asked.precision}-{asked.cpu}", write)
 

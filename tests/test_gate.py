@@ -31,7 +31,7 @@ from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.examples import Example, random_examples
 from fatdeploy.export.gate import RANDOM_STEPS, Bar, Gate, Judgement, MetricChange, fewest_kept, metric_of
 from fatdeploy.export.graph_files import graphs_of
-from fatdeploy.export.pipeline import Origin, Plain, write_quantized
+from fatdeploy.export.pipeline import Origin, Plain, trial_of, write_quantized
 from fatdeploy.export.precision import Asked, Quantizer
 from fatdeploy.export.tokenizers import Kind, built_tokenizer
 from fatdeploy.machine import Machine
@@ -516,7 +516,8 @@ def test_targets_of_random_weights_are_cut_and_those_of_trained_ones_are_judged_
     model = Plain(flat, Origin(name=TINY, random=random), "ort", "ort-cpu", {}, graphs, stage=lambda _: None)
     asked = Asked(precision="int8", of={"*": "fp32", "output": "int8", EMBEDDING: "int8"}, bar=Bar(agreement=0.5))
     examples = [Example(ids) for ids in (np.array([5, 9, 33]), np.array([40, 8]))]
-    write_quantized(model, plain, folder_in(tmp_path), asked, examples, examples)
+    trial = trial_of(model.origin, asked, examples, examples, lambda _: None)
+    write_quantized(model, plain, folder_in(tmp_path), asked, trial)
     material = read_material(read_bundle(tmp_path / "new"))
     whole = [decode(EagerEngine(flat), [one.source])[0] for one in examples]
     lengths = [len(one.tokens) + (one.finish == "eos") for one in whole]

@@ -16,7 +16,7 @@ from fatdeploy.errors import ConfigError
 from fatdeploy.export.contract import flat_model
 from fatdeploy.export.examples import random_examples
 from fatdeploy.export.integers import columns_from_matrix
-from fatdeploy.export.pipeline import Origin, Plain, write_quantized
+from fatdeploy.export.pipeline import Origin, Plain, trial_of, write_quantized
 from fatdeploy.export.precision import Asked, check_asked
 from fatdeploy.export.qdq import symmetric_range, with_scales
 from fatdeploy.export.quantize import MatrixRecipe, Recipe
@@ -39,12 +39,13 @@ def quantized_of(preset: str, activations: Kind) -> Bundle:
     plain, flat = bundle_of(preset, "standard"), flat_model(model_of(preset))
     graphs = {part: plain.path / part for part in (ENCODER, DECODER)}
     examples = random_examples(flat.spec, 0), random_examples(flat.spec, 1)[:12]
+    asked = Asked(precision="int8", activations=activations)
 
     def write(folder: Path) -> None:
         folder.mkdir()
         origin = Origin(name=preset, random=True)
         model = Plain(flat, origin, "standard", "onnx", traced={}, graphs=graphs, stage=lambda _: None)
-        write_quantized(model, plain, folder, Asked(precision="int8", activations=activations), *examples)
+        write_quantized(model, plain, folder, asked, trial_of(origin, asked, *examples, lambda _: None))
 
     return shared_bundle(f"{preset}-qdq-{activations}", write)
 
