@@ -35,7 +35,7 @@ WORDS = (
     "autoregressive",
     "edge",
     "deployable",
-    "supercalifragilistic",
+    "internationalization",
 )
 BEAMS, ALTERNATIVES = 5, 3
 REPETITIONS = 25  # of every word, for its latency

@@ -22,19 +22,19 @@ def demo(*arguments: str, bundle: Bundle | None = None) -> Result:
 
 
 def test_the_demonstration_shows_words_alternatives_letters_latency_parity_and_how_close_integers_come() -> None:
-    run = demo("Nation", "kit")
+    run = demo("Station", "kit")
     assert run.exit_code == 0, run.output
     lines = run.stdout.splitlines()
     assert lines[0].split() == ["word", "best", "second", "third"]
-    assert lines[1].startswith("nation  N EY1 SH AH0 N  (-0.")
-    assert lines[2].startswith("kit     K IH1 T  (-0.")
-    assert lines[4] == "Which letters of 'nation' each phoneme was read from:"
-    assert lines[5] == "      n a t i o n"
-    assert [line.split()[0] for line in lines[6:11]] == ["N", "EY1", "SH", "AH0", "N"]
-    assert lines[12].startswith("latency of a word, greedy, 1 thread: p50 ")
-    assert "rows are the reference's; chosen logits within" in lines[13]
+    assert lines[1].startswith("station  S T EY1 SH AH0 N  (-0.")
+    assert lines[2].startswith("kit      K IH1 T  (-0.")
+    assert lines[4] == "Which letters of 'station' each phoneme was read from:"
+    assert lines[5] == "      s t a t i o n"
+    assert [line.split()[0] for line in lines[6:12]] == ["S", "T", "EY1", "SH", "AH0", "N"]
+    assert lines[13].startswith("latency of a word, greedy, 1 thread: p50 ")
+    assert "rows are the reference's; chosen logits within" in lines[14]
     assert re.match(
-        r"int8: (99\.\d+|100\.00)% of 3\d{3} tokens and 4\d\d of 500 words are the reference's; a row", lines[14]
+        r"int8: (99\.\d+|100\.00)% of 3\d{3} tokens and 4\d\d of 500 words are the reference's; a row", lines[15]
     )
 
 
