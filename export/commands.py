@@ -3,7 +3,7 @@
 import importlib.util
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import click
 
@@ -14,7 +14,9 @@ from fatdeploy.tables import aligned
 
 if TYPE_CHECKING:
     # Not at run time: a command's help must not need numpy.
-    from fatdeploy.bundle import Target
+    from fatdeploy.bundle import Bundle, Target
+    from fatdeploy.export.against import Watched
+    from fatdeploy.runtimes.engine import Engine
 
 
 class ExportArguments(EngineArguments):
@@ -44,6 +46,16 @@ def need_export_packages() -> None:
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise BackendUnavailable(f"needs {' and '.join(missing)}, not installed here: pip install 'fatdeploy[export]'")
+
+
+def compared_with_live(
+    bundle: "Bundle", engine: "Engine[Any]", source: str, count: int, seed: int, watched: "Watched"
+) -> dict[str, Any]:
+    """Return how close a bundle is to the live model that it is said to come from, for ``fatdeploy verify``."""
+    need_export_packages()
+    from fatdeploy.export.against import compared_with_model
+
+    return compared_with_model(bundle, engine, source, count, seed, watched).as_dict()
 
 
 @click.command(

@@ -3,6 +3,7 @@
 import importlib
 import logging
 import sys
+from functools import partial
 from typing import Any
 
 import click
@@ -26,7 +27,15 @@ COMMANDS = {
     "verify": "fatdeploy.runtimes.commands",
 }
 
+# What `verify --against` compares with. The frame knows both sides; device-side modules import nothing of the exporter.
+AGAINST = "fatdeploy.export.commands", "compared_with_live"
+
 log = logging.getLogger("fatdeploy")
+
+
+def imported(module: str, name: str) -> Any:
+    """Return what a module holds under a name; the module is imported now."""
+    return getattr(importlib.import_module(module), name)
 
 
 class LazyGroup(click.Group):
@@ -38,7 +47,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in COMMANDS:
             return None
-        command = getattr(importlib.import_module(COMMANDS[cmd_name]), cmd_name)
+        command = imported(COMMANDS[cmd_name], cmd_name)
         if not isinstance(command, click.Command):
             raise TypeError(f"{COMMANDS[cmd_name]}.{cmd_name} is not a command")
         return command
@@ -71,12 +80,14 @@ def set_up_logging(level: int) -> None:
 @click.version_option(VERSION, prog_name="fatdeploy")
 @click.option("-v", "--verbose", count=True, help="Say more (-vv: everything).")
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors.")
-def main(verbose: int, quiet: bool) -> None:
+@click.pass_context
+def main(ctx: click.Context, verbose: int, quiet: bool) -> None:
     """Turn PyTorch encoder-decoder transformers into something that runs on a device, and prove that it is right.
 
     Results go to standard output, progress and messages to standard error.
     """
     if verbose and quiet:
         raise click.UsageError("--verbose and --quiet exclude each other")
+    ctx.obj = partial(imported, *AGAINST)
     levels = [logging.WARNING, logging.INFO, logging.DEBUG]
     set_up_logging(logging.ERROR if quiet else levels[min(verbose, 2)])

@@ -3,7 +3,7 @@
 import json
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from fatdeploy.runtimes.engine import Engine
 
 Batch = TypeVar("Batch")
+# Of a bundle, its engine, the model's source, how many sources, their seed, and what shows how far a list has come.
+LiveComparison = Callable[["Bundle", "Engine[Any]", str, int, int, Callable[..., Any]], dict[str, Any]]
 
 
 @click.command(
@@ -64,7 +66,9 @@ Examples:
 @click.option("--seed", default=1, show_default=True, type=click.IntRange(0), help="Of the sources for --against.")
 @click.option("--record", is_flag=True, help="Add this kind of CPU to the certificate of a quantized bundle.")
 @engine_options
+@click.pass_obj
 def verify(
+    live_comparison: Callable[[], LiveComparison],
     bundle: Path,
     as_json: bool,
     against: str | None,
@@ -102,13 +106,8 @@ def verify(
     parity = verified(running, read_probes(found.file(PROBES))).as_dict()
     agreement = None
     if against is not None:
-        # The one place where a device-side command calls the exporter: only who asks for torch needs it.
-        from fatdeploy.export.commands import need_export_packages
-
-        need_export_packages()
-        from fatdeploy.export.against import compared_with_model
-
-        agreement = compared_with_model(found, running, against, count, seed, watched).as_dict()
+        # Of the exporter, which is imported now: only who asks for the live model needs torch.
+        agreement = live_comparison()(found, running, against, count, seed, watched)
     if as_json:
         click.echo(json.dumps(parity if agreement is None else {**parity, "against": agreement}))
         return

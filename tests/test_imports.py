@@ -1,5 +1,6 @@
 """Folders are dependency sets: device-side code runs where torch and its like cannot be imported."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -42,6 +43,27 @@ print(decode(ScriptedEngine({5: [7, 8, 2]}), [[5]]))
 def test_device_side_code_imports_and_decodes_without_torch_and_its_like() -> None:
     run = subprocess.run([sys.executable, "-c", DECODES], capture_output=True, text=True, cwd=ROOT, check=False)
     assert run.stdout.startswith("[Hypothesis(tokens=(7, 8), finish='eos', text=None, dropped=0, "), run.stderr
+
+
+@pytest.mark.parametrize("folder", ["fatdeploy", "runtimes"])
+def test_device_side_files_import_nothing_of_the_exporter_not_even_inside_of_a_function(folder: str) -> None:
+    # The links in fatdeploy/ lead to the other folders.
+    files = list((ROOT / folder).glob("*.py"))
+    imported = [
+        f"{path.name}:{node.lineno}"
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in names_imported(node)
+        if name.split(".")[:2] == ["fatdeploy", "export"] or name.split(".")[0] in {"export", "torch", "onnx"}
+    ]
+    assert files
+    assert imported == []
+
+
+def names_imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{one.name}" for one in node.names]
+    return [one.name for one in node.names] if isinstance(node, ast.Import) else []
 
 
 def test_the_block_would_notice_an_import_of_torch() -> None:
