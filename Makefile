@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Parts of the tests run side by side; one torch thread each, or they would fight for the cores.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-TEST_ARGS ?= -n auto --dist worksteal
+TEST_ARGS ?= -n auto --dist worksteal --durations=15
 
 # Apart from the other: onnxruntime-gpu takes the place of onnxruntime, which the exporter brings.
 GPU_VENV := .venv-gpu
@@ -49,7 +49,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.beam_rows
 	$(BIN)/python -m benchmarks.loop_overhead
 	$(BIN)/python -m benchmarks.load
-	$(BIN)/python -m benchmarks.g2p
+	$(BIN)/python -m benchmarks.g2p $(if $(wildcard build/g2p/transformer),--compared build/g2p/transformer)
 	$(BIN)/python -m benchmarks.readme
 
 # On a machine with an NVIDIA GPU: every test that needs one and a benchmark of each GPU target, in gpu-report.json.

@@ -156,6 +156,8 @@ def main(compared: Path | None, rounds: int, repetitions: int, cache: Path, out:
     if compared is not None:
         bundles[COMPARED, "fp32"] = exported(COMPARED, str(compared), "fp32", cache)
         turns = (*TURNS, Turn(COMPARED, 1), Turn(COMPARED, 32))
+    else:
+        click.echo("no transformer beside it: train one as the README says, and name it with --compared", err=True)
     digests = {f"{name} {precision}": read_bundle(path).digest for (name, precision), path in bundles.items()}
     entries = parts_of(entries_from_text(dictionary_file().read_text(encoding="utf-8")))["test"]
     references: dict[str, list[str]] = {}
