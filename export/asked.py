@@ -6,13 +6,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from fatdeploy.bundle import Precision, Target
+from fatdeploy.bundle import Target
 from fatdeploy.errors import BackendUnavailable, ConfigError, in_one_line
 from fatdeploy.export.build_command import asked_engines, refuse_engine_options
 from fatdeploy.export.contract import Choices
 from fatdeploy.export.gate import Bar
+from fatdeploy.export.half import Floating
 from fatdeploy.export.pipeline import Origin
-from fatdeploy.export.precision import Asked, Integers
+from fatdeploy.export.precision import Asked
 from fatdeploy.export.quantize import MatrixPrecision
 from fatdeploy.export.trt_build import finish_bundle, planned
 from fatdeploy.spec import ModelSpec
@@ -30,15 +31,9 @@ def with_files(origin: Origin, chosen: Mapping[str, Any]) -> Origin:
     return replace(origin, **given)
 
 
-def floats_of(chosen: Mapping[str, Any]) -> Precision:
-    """Return the precision of graphs of floats; integers are made of fp32."""
-    precision: Precision = chosen["precision"]
-    return "fp32" if precision in get_args(Integers) else precision
-
-
-def asked_of(chosen: Mapping[str, Any]) -> Asked | None:
-    """Return the quantization that options ask for; None of floats, which have nothing to choose."""
-    if floats_of(chosen) == chosen["precision"]:
+def precision_of(chosen: Mapping[str, Any]) -> Floating | Asked:
+    """Return the precision that options ask for: of integers all that is chosen, floats have nothing to choose."""
+    if chosen["precision"] in get_args(Floating):
         useless = {
             "--precision-of": bool(chosen["precision_of"]),
             "--calibration": chosen["calibration"] is not None,
@@ -55,7 +50,7 @@ def asked_of(chosen: Mapping[str, Any]) -> Asked | None:
         if reasons:
             told = f"nothing is quantized in {chosen['precision']} (say --precision int8 or int4)"
             raise ConfigError(in_one_line(told, reasons))
-        return None
+        return cast("Floating", chosen["precision"])
     return Asked(
         precision=chosen["precision"],
         activations=chosen["activations"],

@@ -261,23 +261,21 @@ def export(
     """
     need_export_packages()
     from fatdeploy.bundle import PARITY
-    from fatdeploy.export.asked import asked_of, choices_of, engines_of, floats_of, with_files
+    from fatdeploy.export.asked import choices_of, engines_of, precision_of, with_files
     from fatdeploy.export.contract import flat_model
     from fatdeploy.export.pipeline import write_bundle
     from fatdeploy.export.sources import model_from_source
 
-    asked = asked_of(chosen)
+    precision = precision_of(chosen)
     model, origin = model_from_source(source, licence=licence)
     flat = flat_model(model, choices_of(chosen))
     bundle = write_bundle(
         flat,
         out,
         origin=with_files(origin, chosen),
-        dialect="ort" if target in ("ort-cpu", "ort-cuda") else "standard",
         # Engines say themselves what the bundle is for once they are built.
-        target="ort-cuda" if target == "ort-cuda" else None,
-        precision=floats_of(chosen),
-        quantize=asked,
+        target=target if target in ("ort-cpu", "ort-cuda") else "onnx",
+        precision=precision,
         finish=engines_of(target, chosen, flat.spec, progress),
         force=force,
         stage=progress,

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fatdeploy.bundle import Dialect, Precision, Target
+from fatdeploy.bundle import Precision, Target
 from fatdeploy.errors import ConfigError
 from fatdeploy.export.cuda_dialect import CudaHalfSeams
 from fatdeploy.export.graph_files import graphs_of, read_structure
+from fatdeploy.export.half import Half
 from fatdeploy.export.reference.seams import Seams
 
-DEFAULTS: dict[Dialect, Target] = {"ort": "ort-cpu", "standard": "onnx"}
 CUDA_PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16")
 
 # What the certificate says, in words, because it is easy to believe more.
@@ -37,13 +37,6 @@ CUDA_OPS = frozenset([
 # fmt: on
 
 
-def target_of(target: Target | None, dialect: Dialect) -> Target:
-    """Return the target, that of its dialect unless one was said; what does not go together is refused."""
-    if target == "ort-cuda" and dialect != "ort":
-        raise ConfigError(f"ort-cuda speaks the dialect ort, found {dialect}")
-    return target or DEFAULTS[dialect]
-
-
 def check_cuda_precision(target: Target, precision: Precision) -> None:
     """Raise, with what to type, for a precision that the target does not have."""
     if target == "ort-cuda" and precision not in CUDA_PRECISIONS:
@@ -56,9 +49,9 @@ def check_cuda_precision(target: Target, precision: Precision) -> None:
         )
 
 
-def decoder_seams(target: Target, precision: Precision) -> Seams | None:
+def decoder_seams(target: Target, half: Half | None) -> Seams | None:
     """Return the seams that a target's decoder is traced with; None for those of its dialect."""
-    return CudaHalfSeams() if target == "ort-cuda" and precision == "fp16" else None
+    return CudaHalfSeams() if target == "ort-cuda" and half == "fp16" else None
 
 
 def cuda_record(graphs: Mapping[str, Path]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 import fatdeploy
 from fatdeploy.bundle import Bundle, read_bundle
 from fatdeploy.errors import ConfigError, in_one_line
-from fatdeploy.export.contract import Choices
+from fatdeploy.export.contract import Choices, flat_model
 from fatdeploy.export.g2p import LICENCE, NAME
 from fatdeploy.export.pipeline import weights_hash, write_bundle
 from fatdeploy.export.precision import Asked, Integers
@@ -118,8 +118,8 @@ def _exported(folder: Path, stage: Callable[[str], None]) -> Bundle:
         if bundle.manifest.source.sha256 == weights_hash(model):
             return bundle
         stage("the weights are others than those in the bundle: exporting again")
-    choices, asked = Choices(attention_layer=ATTENTION), Asked(precision=PRECISION)
-    return write_bundle(model, folder, origin=origin, choices=choices, quantize=asked, force=True, stage=stage)
+    flat, asked = flat_model(model, Choices(attention_layer=ATTENTION)), Asked(precision=PRECISION)
+    return write_bundle(flat, folder, origin=origin, precision=asked, force=True, stage=stage)
 
 
 def _check_own(bundle: Bundle) -> None:

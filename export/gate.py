@@ -107,17 +107,6 @@ def metric_of(
     return "bleu"
 
 
-@dataclass(frozen=True)
-class Trial:
-    """What a quantization is calibrated with and judged by; without ``most_steps`` targets are judged to their end."""
-
-    calibration: Sequence[Example]
-    probes: Sequence[Example]
-    tokenizer: Tokenizer | None = None
-    metric: str | None = None
-    most_steps: int | None = None
-
-
 class Gate:
     """The reference's targets and logits for some sources, which quantized engines are compared with."""
 

@@ -12,7 +12,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from fatdeploy.bundle import Precision, Target
+from fatdeploy.bundle import Target
 from fatdeploy.errors import ConfigError, ExportFailed, in_one_line
 from fatdeploy.export.graph_files import (
     INLINE_BELOW,
@@ -27,6 +27,7 @@ from fatdeploy.export.half_ops import branches_of, in_float32, read, spread
 from fatdeploy.spec import ModelSpec
 
 Half = Literal["fp16", "bf16"]
+Floating = Literal["fp32", "fp16", "bf16"]
 Casts = dict[tuple[str, int], str]
 
 DTYPES: dict[Half, Literal["float16", "bfloat16"]] = {"fp16": "float16", "bf16": "bfloat16"}
@@ -59,7 +60,7 @@ def half_array(array: NDArray[Any], precision: Half | None) -> NDArray[Any]:
     return array if precision is None else array.astype(helper.tensor_dtype_to_np_dtype(TYPES[precision]))
 
 
-def check_half(precision: Precision, target: Target) -> Half | None:
+def check_half(precision: Floating, target: Target) -> Half | None:
     """Return which half precision was asked for, None if another; refuse it where nothing would be gained."""
     half: Half | None = "fp16" if precision == "fp16" else "bf16" if precision == "bf16" else None
     if half is not None and target == "ort-cpu":

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import nn
@@ -24,29 +24,26 @@ from fatdeploy.bundle import (
     Bundle,
     Dialect,
     Manifest,
-    Precision,
     Provenance,
-    Target,
     read_bundle,
     write_manifest,
 )
 from fatdeploy.errors import BundleError, CheckpointError, ConfigError
 from fatdeploy.export.certify import certified, drawn_probes
 from fatdeploy.export.certify_half import certified_half
-from fatdeploy.export.contract import Choices, Flat, flat_model
-from fatdeploy.export.cuda_target import check_cuda_precision, cuda_record, decoder_seams, target_of
+from fatdeploy.export.contract import Flat, flat_model
+from fatdeploy.export.cuda_target import check_cuda_precision, cuda_record, decoder_seams
 from fatdeploy.export.dialects import OPSET
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.examples import Example, examples_from_file, random_examples
-from fatdeploy.export.gate import RANDOM_STEPS, Trial, metric_of
+from fatdeploy.export.gate import RANDOM_STEPS, metric_of
 from fatdeploy.export.graph_files import op_histogram
-from fatdeploy.export.half import Half, check_half, half_array, halved
+from fatdeploy.export.half import Floating, Half, check_half, half_array, halved
 from fatdeploy.export.package import placed_output_matrix, write_graphs
-from fatdeploy.export.precision import Asked, Quantizer, check_asked
+from fatdeploy.export.precision import Asked, Quantizer, Trial, check_asked
 from fatdeploy.export.reference.checkpoint import stored_tensors
 from fatdeploy.export.reference.scaling import scaled_queries
 from fatdeploy.export.reference.seams import Seams
-from fatdeploy.export.saturation import check_cpu
 from fatdeploy.export.simplify import Arrays, simplified
 from fatdeploy.export.trace import traced_decoder, traced_encoder
 from fatdeploy.folders import replaced_folder
@@ -61,7 +58,14 @@ log = logging.getLogger("fatdeploy")
 
 # Shapes on which a simplified graph must give the traced one's numbers: batch, rows a source, source, step, capacity.
 SAMPLES = ((1, 1, 1, 1, 4), (2, 3, 5, 4, 9), (3, 1, 9, 2, 12))
+# What graphs are for, and what they speak; engines of TensorRT are made of those of standard ops afterwards.
+GraphTarget = Literal["ort-cpu", "ort-cuda", "onnx"]
+DIALECTS: dict[GraphTarget, Dialect] = {"ort-cpu": "ort", "ort-cuda": "ort", "onnx": "standard"}
 RECORDED = ("fatdeploy", "torch", "onnx", "onnxscript", "onnxsim", "numpy")
+
+
+# What a quantization is calibrated with, and what it is judged by.
+Examples = tuple[list[Example], list[Example]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,41 +88,37 @@ def write_bundle(
     folder: Path,
     *,
     origin: Origin,
-    dialect: Dialect = "ort",
-    target: Target | None = None,
-    precision: Precision = "fp32",
-    choices: Choices | None = None,
-    quantize: Asked | None = None,
+    target: GraphTarget = "ort-cpu",
+    precision: Floating | Asked = "fp32",
     finish: Callable[[Path], None] | None = None,
     force: bool = False,
     stage: Callable[[str], None] = log.info,
 ) -> Bundle:
     """Export a model to a folder and return the bundle; a crash or a miss leaves what stood there before.
 
-    A quantized bundle is made from graphs that were proved right in fp32. ``stage`` is told what begins. ``finish``
-    adds to the bundle what is made of its graphs, before it takes the place of what stood there. The target is that of
-    the dialect unless one is said.
+    What is chosen of the model's contract is chosen before (``flat_model``). Graphs of a quantized bundle are made of
+    those that were proved right in fp32. ``stage`` is told what begins. ``finish`` adds to the bundle what is made of
+    its graphs, before it takes the place of what stood there.
     """
-    flat = flat_model(model, choices)
-    target = target_of(target, dialect)
-    check_cuda_precision(target, precision if quantize is None else quantize.precision)
-    half = check_half(precision, target)
-    if origin.tokenizer is not None:
-        _check_tokenizer(origin.tokenizer, flat.spec)
-    if quantize is not None:
-        check_asked(quantize, dialect)
-        if quantize.activations == "int8":
-            check_cpu(quantize.cpu)
-    trial = None if quantize is None else trial_of(origin, quantize, *_examples(flat.spec, origin), stage)
+    flat = flat_model(model)
+    tokenizer = _fitting_tokenizer(origin, flat.spec)
+    half, trial = None, None
+    if isinstance(precision, Asked):
+        check_cuda_precision(target, precision.precision)
+        check_asked(precision, DIALECTS[target])
+        trial = trial_of(origin, precision, _examples(flat.spec, origin, tokenizer), tokenizer, stage)
+    else:
+        check_cuda_precision(target, precision)
+        half = check_half(precision, target)
     with replaced_folder(folder, force=force) as new, _folder_beside(new) as work:
-        traced, graphs = _written_graphs(flat, dialect, work, stage, decoder_seams(target, precision))
-        plain = Plain(flat, origin, dialect, target, traced, graphs, stage)
-        if quantize is None or trial is None:
+        traced, graphs = _written_graphs(flat, DIALECTS[target], work, stage, decoder_seams(target, half))
+        plain = Plain(flat, origin, target, traced, graphs, stage)
+        if trial is None:
             plain.write(new, half)
         else:
             (Path(work) / "fp32").mkdir()
             plain.write(Path(work) / "fp32", None)
-            write_quantized(plain, read_bundle(Path(work) / "fp32", check_hashes=False), new, quantize, trial)
+            write_quantized(plain, read_bundle(Path(work) / "fp32", check_hashes=False), new, trial)
         if finish is not None:
             finish(new)
     return read_bundle(folder)
@@ -130,8 +130,7 @@ class Plain:
 
     flat: Flat
     origin: Origin
-    dialect: Dialect
-    target: Target
+    target: GraphTarget
     traced: dict[str, Path]
     graphs: dict[str, Path]
     stage: Callable[[str], None]
@@ -155,8 +154,7 @@ class Plain:
         write_probes(folder / PROBES, probes)
         histograms = {part: {name: op_histogram(written[part]) for name, written in stages.items()} for part in graphs}
         manifest = replace(
-            _manifest(flat, self.origin, self.dialect),
-            target=self.target,
+            _manifest(flat, self.origin, self.target),
             spec=spec,
             precision=half or "fp32",
             histograms=histograms,
@@ -175,11 +173,11 @@ class Plain:
         write_manifest(folder, manifest)
 
 
-def write_quantized(model: Plain, plain: Bundle, folder: Path, asked: Asked, trial: Trial) -> None:
+def write_quantized(model: Plain, plain: Bundle, folder: Path, trial: Trial) -> None:
     """Write the quantized bundle of graphs that are proved right, with what the gate says of it."""
     flat, origin = model.flat, model.origin
-    manifest = replace(plain.manifest, precision=asked.precision)
-    quantizer = Quantizer(flat, model.graphs, manifest, asked, trial, model.stage)
+    manifest = replace(plain.manifest, precision=trial.asked.precision)
+    quantizer = Quantizer(flat, model.graphs, manifest, trial, model.stage)
     judged = quantizer.written(folder, enforced=not origin.random)
     for name in (PROBES, *([TOKENIZER] if origin.tokenizer is not None else [])):
         shutil.copyfile(plain.path / name, folder / name)
@@ -189,7 +187,7 @@ def write_quantized(model: Plain, plain: Bundle, folder: Path, asked: Asked, tri
     if matrix is not None:
         output_matrix = quantizer.placed_output(matrix.detach().numpy(), judged.quantization, folder)
     certificate = json.loads(plain.file(PARITY).read_text())
-    _write_certificate(folder, {**certificate, "precision": asked.precision, **judged.certificate(asked)})
+    _write_certificate(folder, {**certificate, "precision": manifest.precision, **judged.certificate(trial.asked)})
     histograms = {
         part: {**plain.manifest.histograms[part], "quantized": quantizer.histograms[part]} for part in model.graphs
     }
@@ -210,21 +208,16 @@ def _write_certificate(folder: Path, certificate: dict[str, Any]) -> None:
 
 
 def trial_of(
-    origin: Origin, asked: Asked, calibration: list[Example], probes: list[Example], say: Callable[[str], None]
+    origin: Origin, asked: Asked, examples: Examples, tokenizer: Tokenizer | None, say: Callable[[str], None]
 ) -> Trial:
     """Return how a quantization is calibrated and judged; a metric that cannot be had is refused."""
-    tokenizer = _tokenizer_of(origin)
+    calibration, probes = examples
     metric = metric_of(asked.metric, probes, tokenizer, say)
-    return Trial(calibration, probes, tokenizer, metric, RANDOM_STEPS if origin.random else None)
+    return Trial(asked, calibration, probes, tokenizer, metric, RANDOM_STEPS if origin.random else None)
 
 
-def _tokenizer_of(origin: Origin) -> Tokenizer | None:
-    return None if origin.tokenizer is None else tokenizer_from_file(origin.tokenizer)
-
-
-def _examples(spec: ModelSpec, origin: Origin) -> tuple[list[Example], list[Example]]:
+def _examples(spec: ModelSpec, origin: Origin, tokenizer: Tokenizer | None) -> Examples:
     """Return what a quantization is calibrated with and judged by; a trained model needs real sources for both."""
-    tokenizer = _tokenizer_of(origin)
     files = {"--calibration": origin.calibration, "--probes": origin.probes}
     missing = [name for name, path in files.items() if path is None]
     if missing and not origin.random:
@@ -239,14 +232,19 @@ def _examples(spec: ModelSpec, origin: Origin) -> tuple[list[Example], list[Exam
     return found[0], found[1]
 
 
-def _check_tokenizer(path: Path, spec: ModelSpec) -> None:
-    """Raise, before anything is traced, for a tokenizer that a device could not use."""
+def _fitting_tokenizer(origin: Origin, spec: ModelSpec) -> Tokenizer | None:
+    """Return the tokenizer of a model that has one; raise, before anything is traced, if a device could not use it."""
+    path = origin.tokenizer
+    if path is None:
+        return None
     try:
-        known = tokenizer_from_file(path).n_tokens
+        tokenizer = tokenizer_from_file(path)
     except BundleError as error:
         raise CheckpointError(f"{path} is no tokenizer in the format of the tokenizers package: {error}") from error
-    if known > spec.vocab_size:
-        raise CheckpointError(f"{path} has {known} tokens, the model {spec.vocab_size}: it is another model's")
+    if tokenizer.n_tokens > spec.vocab_size:
+        told = f"{path} has {tokenizer.n_tokens} tokens, the model {spec.vocab_size}"
+        raise CheckpointError(f"{told}: it is another model's")
+    return tokenizer
 
 
 def _folder_beside(folder: Path) -> tempfile.TemporaryDirectory[str]:
@@ -275,14 +273,14 @@ def _written_graphs(
     return traced, graphs
 
 
-def _manifest(model: Flat, origin: Origin, dialect: Dialect) -> Manifest:
+def _manifest(model: Flat, origin: Origin, target: GraphTarget) -> Manifest:
     # Of the module and not the package: on a machine with a GPU another one brings it.
     versions = {package: version(package) for package in RECORDED} | {"onnxruntime": onnxruntime_module().__version__}
     return Manifest(
         spec=model.spec,
-        target=target_of(None, dialect),
+        target=target,
         precision="fp32",
-        dialect=dialect,
+        dialect=DIALECTS[target],
         opset=OPSET,
         versions=versions,
         source=Provenance(name=origin.name, sha256=weights_hash(model.inner), licence=origin.licence),

@@ -24,16 +24,18 @@ from fatdeploy.errors import ConfigError, ParityFailed, in_one_line
 from fatdeploy.export.calibrate import Said, Seen, activations_of
 from fatdeploy.export.contract import Flat
 from fatdeploy.export.eager import EagerEngine
-from fatdeploy.export.gate import Bar, Gate, Judgement, Trial, fewest_kept, material_of
+from fatdeploy.export.examples import Example
+from fatdeploy.export.gate import Bar, Gate, Judgement, fewest_kept, material_of
 from fatdeploy.export.graph_files import op_histogram, read_structure
 from fatdeploy.export.integers import Floats, WeightBits, best_range, row_noise
 from fatdeploy.export.matrices import OUTPUT, Scope, lookups_of, products_of
 from fatdeploy.export.package import placed_integers, write_graphs
 from fatdeploy.export.qdq import RangeMethod, symmetric_range, with_scales
 from fatdeploy.export.quantize import MatrixPrecision, MatrixRecipe, Recipe, quantized
-from fatdeploy.export.saturation import WEIGHT_BITS, write_saturation_probe
+from fatdeploy.export.saturation import WEIGHT_BITS, check_cpu, write_saturation_probe
 from fatdeploy.runtimes.gate import check_rows, checked_on, row_kind
 from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.runtimes.text import Tokenizer
 from fatdeploy.spec import ModelSpec
 from fatdeploy.tables import aligned
 
@@ -92,8 +94,23 @@ class Judged:
         }
 
 
+@dataclass(frozen=True)
+class Trial:
+    """What is asked of a quantization, what it is calibrated with and what it is judged by.
+
+    Without ``most_steps`` targets are judged to their end.
+    """
+
+    asked: Asked
+    calibration: Sequence[Example]
+    probes: Sequence[Example]
+    tokenizer: Tokenizer | None = None
+    metric: str | None = None
+    most_steps: int | None = None
+
+
 def check_asked(asked: Asked, dialect: Dialect) -> None:
-    """Raise, with all reasons, for what graphs of a dialect cannot have."""
+    """Raise, with all reasons, for what graphs of a dialect cannot have, and for a CPU that is not here to prove it."""
     if dialect == "ort":
         reasons = [
             f"{name} is for graphs of standard ops (--target tensorrt, tensorrt-rtx or onnx)"
@@ -108,6 +125,8 @@ def check_asked(asked: Asked, dialect: Dialect) -> None:
         reasons = ["int4 is for --target ort-cpu: other targets have no such ops"] if "int4" in wanted else []
     if reasons:
         raise ConfigError(in_one_line("the model cannot be quantized so", reasons))
+    if asked.activations == "int8":
+        check_cpu(asked.cpu)
 
 
 def matrices_of(graphs: Graphs, spec: ModelSpec) -> list[Matrix]:
@@ -155,14 +174,13 @@ class Quantizer:
         model: Flat,
         graphs: Graphs,
         manifest: Manifest,
-        asked: Asked,
         trial: Trial,
         stage: Callable[[str], None],
     ) -> None:
-        self.model, self.graphs, self.manifest, self.asked, self.stage = model, graphs, manifest, asked, stage
+        self.model, self.graphs, self.manifest, self.asked, self.stage = model, graphs, manifest, trial.asked, stage
         self._standard = manifest.dialect == "standard"
         self.matrices = matrices_of(graphs, model.spec)
-        self.precisions = precisions_of(self.matrices, asked)
+        self.precisions = precisions_of(self.matrices, trial.asked)
         self._trial = trial
         self._seen: dict[str, dict[str, Seen]] | None = None
         stage(f"asking the reference about {len(trial.probes)} probes")

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from fatdeploy.bundle import Bundle, Dialect, Precision, read_bundle
-from fatdeploy.export.pipeline import Origin, write_bundle
+from fatdeploy.bundle import Bundle, Dialect, read_bundle
+from fatdeploy.export.half import Half
+from fatdeploy.export.pipeline import GraphTarget, Origin, write_bundle
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.weights import model_from_preset
 
+# Bundles of these are the same but for the dialect of their graphs.
+TARGETS: dict[Dialect, GraphTarget] = {"ort": "ort-cpu", "standard": "onnx"}
 # The variable that names the folder which all test processes of a run share.
 SHARED = "FATDEPLOY_TEST_BUNDLES"
 
@@ -26,17 +29,17 @@ def bundle_of(preset: str, dialect: Dialect = "ort") -> Bundle:
     """Return the exported preset."""
     return shared_bundle(
         f"{preset}-{dialect}",
-        lambda folder: write_bundle(model_of(preset), folder, origin=Origin(name=preset), dialect=dialect),
+        lambda folder: write_bundle(model_of(preset), folder, origin=Origin(name=preset), target=TARGETS[dialect]),
     )
 
 
 @cache
-def half_of(preset: str, precision: Precision = "fp16") -> Bundle:
+def half_of(preset: str, precision: Half = "fp16") -> Bundle:
     """Return the exported preset in half precision."""
     return shared_bundle(
         f"{preset}-{precision}",
         lambda folder: write_bundle(
-            model_of(preset), folder, origin=Origin(name=preset, random=True), dialect="standard", precision=precision
+            model_of(preset), folder, origin=Origin(name=preset, random=True), target="onnx", precision=precision
         ),
     )
 

@@ -16,12 +16,12 @@ from fatdeploy.bundle import (
     write_manifest,
 )
 from fatdeploy.export.contract import Choices, Flat, flat_model
-from fatdeploy.export.examples import Example, examples_from_file, random_examples
+from fatdeploy.export.examples import examples_from_file, random_examples
 from fatdeploy.export.g2p import CALIBRATION, CHECKPOINT, NAME
 from fatdeploy.export.g2p import PROBES as G2P_PROBES
-from fatdeploy.export.gate import RANDOM_STEPS, Trial
+from fatdeploy.export.gate import RANDOM_STEPS
 from fatdeploy.export.pipeline import Origin, Plain, trial_of, write_quantized
-from fatdeploy.export.precision import Asked, Integers, Quantizer
+from fatdeploy.export.precision import Asked, Integers, Quantizer, Trial
 from fatdeploy.export.sources import model_from_source
 from fatdeploy.runtimes.text import tokenizer_from_file
 from tests.bundles import bundle_of, model_of, shared_bundle
@@ -40,8 +40,7 @@ def quantizer_from(plain: Bundle, flat: Flat, asked: Asked) -> Quantizer:
         flat,
         {part: plain.path / part for part in (ENCODER, DECODER)},
         replace(plain.manifest, precision=asked.precision, files={}),
-        asked,
-        Trial(random_examples(flat.spec, 0), random_examples(flat.spec, 1)[:12], most_steps=RANDOM_STEPS),
+        Trial(asked, random_examples(flat.spec, 0), random_examples(flat.spec, 1)[:12], most_steps=RANDOM_STEPS),
         lambda _: None,
     )
 
@@ -52,7 +51,8 @@ def quantized_of(preset: str, precision: Integers, cpu: CpuClass = "any") -> Bun
     origin, spec = Origin(name=preset, random=True), model_of(preset).spec
     examples = random_examples(spec, 0), random_examples(spec, 1)[:12]
     asked = Asked(precision=precision, cpu=cpu)
-    return _shared(bundle_of(preset), flat_model(model_of(preset)), origin, asked, examples)
+    trial = trial_of(origin, asked, examples, None, lambda _: None)
+    return _shared(bundle_of(preset), flat_model(model_of(preset)), origin, trial)
 
 
 @cache
@@ -60,21 +60,20 @@ def quantized_g2p(precision: Integers) -> Bundle:
     """Return the bundled model with integers for matrices; the two that 4 bits cost most have 8."""
     model, origin = model_from_source(NAME)
     plain, tokenizer = g2p_bundle(), tokenizer_from_file(CHECKPOINT / "tokenizer.json")
-    examples = [examples_from_file(path, plain.spec, tokenizer) for path in (CALIBRATION, G2P_PROBES)]
+    calibration, probes = (examples_from_file(path, plain.spec, tokenizer) for path in (CALIBRATION, G2P_PROBES))
     asked = Asked(precision=precision, of={"output": "int8", "decoder.layers.1.ffn.out": "int8"})
-    return _shared(plain, flat_model(model, Choices(attention_layer=0)), origin, asked, (examples[0], examples[1]))
+    trial = trial_of(origin, asked, (calibration, probes), tokenizer, lambda _: None)
+    return _shared(plain, flat_model(model, Choices(attention_layer=0)), origin, trial)
 
 
-def _shared(
-    plain: Bundle, flat: Flat, origin: Origin, asked: Asked, examples: tuple[list[Example], list[Example]]
-) -> Bundle:
+def _shared(plain: Bundle, flat: Flat, origin: Origin, trial: Trial) -> Bundle:
     def write(folder: Path) -> None:
         folder.mkdir()
         graphs = {part: plain.path / part for part in (ENCODER, DECODER)}
-        model = Plain(flat, origin, "ort", "ort-cpu", traced={}, graphs=graphs, stage=lambda _: None)
-        write_quantized(model, plain, folder, asked, trial_of(origin, asked, *examples, lambda _: None))
+        model = Plain(flat, origin, "ort-cpu", traced={}, graphs=graphs, stage=lambda _: None)
+        write_quantized(model, plain, folder, trial)
 
-    return shared_bundle(f"{origin.name}-{asked.precision}-{asked.cpu}", write)
+    return shared_bundle(f"{origin.name}-{trial.asked.precision}-{trial.asked.cpu}", write)
 
 
 def hollow_bundle(folder: Path, quantization: Quantization | None, **files: bytes) -> Bundle:

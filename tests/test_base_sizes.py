@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fatdeploy.bundle import Dialect
-from fatdeploy.export.contract import Choices
+from fatdeploy.export.contract import Choices, flat_model
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.presets import PRESETS
@@ -15,6 +15,7 @@ from fatdeploy.export.reference.weights import model_from_preset
 from fatdeploy.runtimes.decode import decode
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort import OrtEngine
+from tests.bundles import TARGETS
 
 # The reference needs minutes for a probe of 512 positions on one core; the graphs are those of the full model.
 LIMITS = Choices(max_source=16, max_target=16)
@@ -29,7 +30,9 @@ CASES: list[Any] = [
 @pytest.mark.parametrize(("preset", "dialect"), CASES)
 def test_a_larger_model_gives_the_references_tokens(preset: str, dialect: Dialect, tmp_path: Path) -> None:
     model = model_from_preset(preset)
-    bundle = write_bundle(model, tmp_path / "bundle", origin=Origin(name=preset), dialect=dialect, choices=LIMITS)
+    bundle = write_bundle(
+        flat_model(model, LIMITS), tmp_path / "bundle", origin=Origin(name=preset), target=TARGETS[dialect]
+    )
     engine, reference = OrtEngine(bundle), EagerEngine(model)
     draw = np.random.default_rng(5)
     sources = [draw.integers(3, model.config.vocab_size, length).tolist() for length in (1, 9, 16)]

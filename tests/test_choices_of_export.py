@@ -26,7 +26,7 @@ from fatdeploy.runtimes.hypothesis import Hypothesis
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.runtimes.trt import TrtEngine
-from tests.bundles import shared_bundle
+from tests.bundles import TARGETS, shared_bundle
 from tests.choices import tiny
 from tests.cpu_device import CpuDevice, with_plans
 from tests.output_rows import check_output_rows
@@ -49,12 +49,12 @@ def model_with(attention: str) -> ReferenceModel:
 
 def aligned(attention: str, dialect: Dialect, layer: int) -> tuple[OrtEngine, EagerEngine]:
     """Return a bundle with a layer's alignments, and the reference that says the same."""
-    model, choices = model_with(attention), Choices(attention_layer=layer)
+    flat = flat_model(model_with(attention), Choices(attention_layer=layer))
     bundle = shared_bundle(
         f"aligned-{attention}-{dialect}-{layer}",
-        lambda folder: write_bundle(model, folder, origin=Origin(name="aligned"), dialect=dialect, choices=choices),
+        lambda folder: write_bundle(flat, folder, origin=Origin(name="aligned"), target=TARGETS[dialect]),
     )
-    return OrtEngine(bundle), EagerEngine(flat_model(model, choices))
+    return OrtEngine(bundle), EagerEngine(flat)
 
 
 def alignments(engine: Engine[Any], calls: list[list[list[int]]]) -> list[np.ndarray]:
@@ -232,9 +232,9 @@ def check_limits(engine: OrtEngine, model: ReferenceModel) -> None:
 
 def test_the_length_head_is_cut_to_the_targets_that_are_left(tmp_path: Path) -> None:
     model = tiny({**ONE_LAYER, "max_source": 16, "max_target": 24}, base="transformer-nat")
-    choices = Choices(max_target=6)
-    bundle = write_bundle(model, tmp_path / "bundle", origin=Origin(name="nat"), choices=choices)
-    engine, reference = OrtEngine(bundle), EagerEngine(flat_model(model, choices))
+    flat = flat_model(model, Choices(max_target=6))
+    bundle = write_bundle(flat, tmp_path / "bundle", origin=Origin(name="nat"))
+    engine, reference = OrtEngine(bundle), EagerEngine(flat)
     source = np.random.default_rng(3).integers(3, 64, (4, 9))
     cut, whole = (
         one.length_log_probs(one.encode(source, np.ones_like(source, bool), Capacity(1, 6)))

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from fatdeploy.bundle import Bundle, read_bundle, write_manifest
 from fatdeploy.cli import main
 from fatdeploy.errors import ConfigError
-from fatdeploy.export.asked import asked_of, precisions_from_text
+from fatdeploy.export.asked import precision_of, precisions_from_text
 from fatdeploy.export.commands import export
 from fatdeploy.export.contract import Choices, flat_model
 from fatdeploy.export.eager import EagerEngine
@@ -358,11 +358,11 @@ def test_a_cpu_that_does_not_exist_is_a_usage_error(tmp_path: Path) -> None:
 
 
 def test_options_become_what_is_asked() -> None:
-    assert asked_of(PLAIN) is None
-    assert asked_of({**PLAIN, "precision": "int8"}) == Asked(precision="int8", cpu="any", of={}, bar=Bar(0.99, 0.3))
+    assert precision_of(PLAIN) == "fp32"
+    assert precision_of({**PLAIN, "precision": "int8"}) == Asked(precision="int8", cpu="any", of={}, bar=Bar(0.99, 0.3))
     given = {"precision": "int4", "cpu": "arm64", "recover": True, "min_agreement": 0.9, "max_loss": 1.5}
     given |= {"metric": "bleu"}
-    assert asked_of({**PLAIN, **given, "precision_of": ("output=int8",)}) == Asked(
+    assert precision_of({**PLAIN, **given, "precision_of": ("output=int8",)}) == Asked(
         precision="int4", cpu="arm64", of={"output": "int8"}, recover=True, bar=Bar(0.9, 1.5), metric="bleu"
     )
 
@@ -383,7 +383,7 @@ def test_all_that_is_useless_in_fp32_is_told_at_once() -> None:
     names = ("--precision-of", "--calibration", "--probes", "--recover", "--cpu", "--min-agreement", "--max-loss")
     names += ("--metric", "--activations", "--ranges")
     with pytest.raises(ConfigError, match=f": {'; '.join(f'{name} is for integers' for name in names)}$"):
-        asked_of({**PLAIN, **given})
+        precision_of({**PLAIN, **given})
 
 
 def test_precisions_are_read_from_text_and_a_later_one_counts() -> None:

@@ -513,11 +513,11 @@ def test_targets_of_random_weights_are_cut_and_those_of_trained_ones_are_judged_
 ) -> None:
     plain, flat = bundle_of(TINY), flat_model(model_of(TINY))
     graphs = {part: plain.path / part for part in (ENCODER, DECODER)}
-    model = Plain(flat, Origin(name=TINY, random=random), "ort", "ort-cpu", {}, graphs, stage=lambda _: None)
+    model = Plain(flat, Origin(name=TINY, random=random), "ort-cpu", {}, graphs, stage=lambda _: None)
     asked = Asked(precision="int8", of={"*": "fp32", "output": "int8", EMBEDDING: "int8"}, bar=Bar(agreement=0.5))
     examples = [Example(ids) for ids in (np.array([5, 9, 33]), np.array([40, 8]))]
-    trial = trial_of(model.origin, asked, examples, examples, lambda _: None)
-    write_quantized(model, plain, folder_in(tmp_path), asked, trial)
+    trial = trial_of(model.origin, asked, (examples, examples), None, lambda _: None)
+    write_quantized(model, plain, folder_in(tmp_path), trial)
     material = read_material(read_bundle(tmp_path / "new"))
     whole = [decode(EagerEngine(flat), [one.source])[0] for one in examples]
     lengths = [len(one.tokens) + (one.finish == "eos") for one in whole]

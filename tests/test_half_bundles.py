@@ -42,7 +42,7 @@ def g2p_half() -> Bundle:
     model, origin = model_from_source(NAME)
     return shared_bundle(
         f"{NAME}-fp16",
-        lambda folder: write_bundle(model, folder, origin=origin, dialect="standard", precision="fp16"),
+        lambda folder: write_bundle(model, folder, origin=origin, target="onnx", precision="fp16"),
     )
 
 

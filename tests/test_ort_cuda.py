@@ -16,7 +16,7 @@ from fatdeploy.cli import main
 from fatdeploy.errors import BackendUnavailable, ConfigError
 from fatdeploy.export import pipeline
 from fatdeploy.export.cuda_dialect import CudaHalfSeams
-from fatdeploy.export.cuda_target import cuda_record, decoder_seams, target_of
+from fatdeploy.export.cuda_target import cuda_record, decoder_seams
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.graph_files import graphs_of, read_structure
 from fatdeploy.export.pipeline import Origin, write_bundle
@@ -57,7 +57,7 @@ def grouped() -> Bundle:
 
     def write(folder: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pipeline, "decoder_seams", lambda target, precision: CudaHalfSeams())
+            patch.setattr(pipeline, "decoder_seams", lambda target, half: CudaHalfSeams())
             written(folder)
 
     return shared_bundle(f"{TINY}-grouped", write)
@@ -101,7 +101,7 @@ def test_in_fp16_one_token_is_one_op_and_several_are_standard_ops() -> None:
 
 
 def test_fp32_is_traced_as_for_the_cpu_and_proved_token_by_token_there() -> None:
-    assert decoder_seams("ort-cuda", "fp32") is decoder_seams("ort-cpu", "fp32") is None
+    assert decoder_seams("ort-cuda", None) is decoder_seams("ort-cpu", None) is None
     # Encoders have no caches, and are the CPU's whatever the decoder is.
     assert grouped().file(ENCODER).read_bytes() == bundle_of(TINY).file(ENCODER).read_bytes()
     certificate = json.loads(grouped().file(PARITY).read_text())
@@ -157,8 +157,7 @@ def test_an_op_without_a_cuda_kernel_is_named(tmp_path: Path) -> None:
     ("choices", "reason"),
     [
         ({"precision": "bf16"}, "exported in fp32 or fp16, found bf16.*--target onnx --precision bf16"),
-        ({"quantize": Asked(precision="int8")}, "exported in fp32 or fp16, found int8.*--target ort-cpu"),
-        ({"dialect": "standard"}, "ort-cuda speaks the dialect ort, found standard"),
+        ({"precision": Asked(precision="int8")}, "exported in fp32 or fp16, found int8.*--target ort-cpu"),
     ],
     ids=str,
 )
@@ -168,11 +167,6 @@ def test_what_the_target_does_not_have_is_refused_before_anything_is_traced(
     with pytest.raises(ConfigError, match=reason):
         written(tmp_path / "bundle", **choices)
     assert not (tmp_path / "bundle").exists()
-
-
-def test_a_target_is_that_of_its_dialect_unless_said() -> None:
-    assert [target_of(None, dialect) for dialect in ("ort", "standard")] == ["ort-cpu", "onnx"]
-    assert target_of("ort-cuda", "ort") == "ort-cuda"
 
 
 def test_a_bundle_for_cuda_runs_there_or_says_why_not_and_on_the_cpu_if_asked() -> None:

@@ -44,8 +44,8 @@ def quantized_of(preset: str, activations: Kind) -> Bundle:
     def write(folder: Path) -> None:
         folder.mkdir()
         origin = Origin(name=preset, random=True)
-        model = Plain(flat, origin, "standard", "onnx", traced={}, graphs=graphs, stage=lambda _: None)
-        write_quantized(model, plain, folder, asked, trial_of(origin, asked, *examples, lambda _: None))
+        model = Plain(flat, origin, "onnx", traced={}, graphs=graphs, stage=lambda _: None)
+        write_quantized(model, plain, folder, trial_of(origin, asked, examples, None, lambda _: None))
 
     return shared_bundle(f"{preset}-qdq-{activations}", write)
 

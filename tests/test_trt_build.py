@@ -32,7 +32,7 @@ from fatdeploy.bundle import (
 from fatdeploy.cli import main
 from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, ExportFailed, SpecMismatch
 from fatdeploy.export import trt_build
-from fatdeploy.export.contract import Choices
+from fatdeploy.export.contract import Choices, flat_model
 from fatdeploy.export.graph_files import read_structure, write_structure
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.presets import PRESETS
@@ -561,12 +561,11 @@ EVERY = [(f"{preset}-{size}", "fp16") for size in ("tiny", "small") for preset i
 @pytest.mark.parametrize(("preset", "precision"), EVERY)
 def test_every_preset_becomes_engines(preset: str, precision: Precision, tmp_path: Path) -> None:
     bundle = write_bundle(
-        model_from_preset(preset),
+        flat_model(model_from_preset(preset), Choices(max_source=64, max_target=64)),
         tmp_path / "bundle",
         origin=Origin(name=preset, random=True),
-        dialect="standard",
+        target="onnx",
         precision=precision,
-        choices=Choices(max_source=64, max_target=64),
     )
     after = built(bundle.path)
     assert [one.part for one in after.manifest.plans] == ["encoder", "decoder"]

@@ -3,14 +3,14 @@
 from functools import cache
 
 from fatdeploy.bundle import Bundle, Dialect
-from fatdeploy.export.contract import Choices
+from fatdeploy.export.contract import Choices, flat_model
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.g2p import CHECKPOINT, NAME
 from fatdeploy.export.g2p.data import dictionary_file, entries_from_text, parts_of
 from fatdeploy.export.pipeline import write_bundle
 from fatdeploy.export.sources import model_from_source
 from fatdeploy.runtimes.text import tokenizer_from_file
-from tests.bundles import shared_bundle
+from tests.bundles import TARGETS, shared_bundle
 
 
 @cache
@@ -32,10 +32,10 @@ def references() -> dict[str, list[str]]:
 def g2p_bundle(dialect: Dialect = "ort") -> Bundle:
     """Return the exported bundled model, with alignments."""
     model, origin = model_from_source(NAME)
-    choices = Choices(attention_layer=0)
+    flat = flat_model(model, Choices(attention_layer=0))
     return shared_bundle(
         f"{NAME}-{dialect}",
-        lambda folder: write_bundle(model, folder, origin=origin, dialect=dialect, choices=choices),
+        lambda folder: write_bundle(flat, folder, origin=origin, target=TARGETS[dialect]),
     )
 
 
