@@ -19,7 +19,8 @@ from benchmarks.measuring import Phases, timed_search
 from benchmarks.memory_alone import peak_bytes, resident_bytes
 from benchmarks.turns import Cache
 from benchmarks.watched import Watched
-from fatdeploy.bundle import WEIGHTS, read_bundle
+from fatdeploy.bundle import read_bundle
+from fatdeploy.manifest import WEIGHTS
 from fatdeploy.runtimes.decode import Decoding
 from fatdeploy.runtimes.hypothesis import Hypothesis
 from fatdeploy.runtimes.options import DecodeOptions

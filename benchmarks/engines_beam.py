@@ -27,7 +27,8 @@ from benchmarks.measuring import (
     write_result,
 )
 from benchmarks.turns import Cache
-from fatdeploy.bundle import WEIGHTS, read_bundle
+from fatdeploy.bundle import read_bundle
+from fatdeploy.manifest import WEIGHTS
 
 OUT = RESULTS / "engines_beam.json"
 WORKERS = (1, 2)  # of CTranslate2

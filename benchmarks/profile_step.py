@@ -19,7 +19,8 @@ import click
 import numpy as np
 
 from benchmarks.measuring import provenance, timed_decode
-from fatdeploy.bundle import DECODER, Bundle, read_bundle
+from fatdeploy.bundle import Bundle, read_bundle
+from fatdeploy.manifest import DECODER
 from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.spec import ModelSpec
 from fatdeploy.tables import aligned

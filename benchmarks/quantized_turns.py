@@ -18,7 +18,8 @@ from benchmarks.decoders import IMPORTED, Decoder, repeated
 from benchmarks.measuring import Phases, result_apart
 from benchmarks.profile_step import cache_bytes, profile_of, reading_speed, recorded
 from benchmarks.turns import EXACT, Cache, Setting, Sizes, loaded_decoder
-from fatdeploy.bundle import DECODER, read_bundle
+from fatdeploy.bundle import read_bundle
+from fatdeploy.manifest import DECODER
 from fatdeploy.runtimes.bench_weights import bytes_a_step_reads
 from fatdeploy.runtimes.verify import Probe, read_probes
 from fatdeploy.spec import Tokens

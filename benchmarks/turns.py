@@ -29,7 +29,8 @@ from benchmarks.decoders import (
 )
 from benchmarks.measuring import Phases, code_digest
 from benchmarks.memory_alone import resident_bytes
-from fatdeploy.bundle import WEIGHTS, read_bundle
+from fatdeploy.bundle import read_bundle
+from fatdeploy.manifest import WEIGHTS
 from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.runtimes.verify import Probe, read_probes
 from fatdeploy.spec import Tokens

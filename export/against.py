@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 
 from fatdeploy.bundle import Bundle
+from fatdeploy.certificate import LogitAgreement
 from fatdeploy.errors import SpecMismatch, in_one_line
 from fatdeploy.export.contract import Choices, Flat, flat_model
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.sources import model_from_source
 from fatdeploy.runtimes.engine import Engine
-from fatdeploy.runtimes.lockstep import Agreement, agreement_of, compared
+from fatdeploy.runtimes.lockstep import compared, logit_agreement
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 BATCH, NEW_TOKENS = 8, 48
@@ -24,13 +25,13 @@ Watched = Callable[[Batches], AbstractContextManager[Iterable[tuple[Tokens, Mask
 
 def compared_with_model(
     bundle: Bundle, engine: Engine[Any], source: str, count: int, seed: int, watched: Watched
-) -> Agreement:
+) -> LogitAgreement:
     """Return how close a bundle is to the model it is said to come from; a miss is ParityFailed."""
     model, _ = model_from_source(source)
     reference = EagerEngine(_like(bundle.spec, flat_model(model), source))
     steps = min(NEW_TOKENS, bundle.spec.max_target)
     with watched(list(drawn_batches(bundle.spec, count, seed))) as batches:
-        return agreement_of([compared(engine, reference, ids, mask, steps) for ids, mask in batches])
+        return logit_agreement([compared(engine, reference, ids, mask, steps) for ids, mask in batches])
 
 
 def _like(spec: ModelSpec, model: Flat, source: str) -> Flat:

@@ -6,17 +6,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from fatdeploy.bundle import Target
 from fatdeploy.errors import BackendUnavailable, ConfigError, in_one_line
 from fatdeploy.export.build_command import asked_engines, refuse_engine_options
 from fatdeploy.export.contract import Choices
 from fatdeploy.export.gate import Bar
-from fatdeploy.export.half import Floating
 from fatdeploy.export.pipeline import Origin
 from fatdeploy.export.precision import Asked
 from fatdeploy.export.quantize import MatrixPrecision
 from fatdeploy.export.trt_build import finish_bundle, planned
 from fatdeploy.spec import ModelSpec
+from fatdeploy.targets import TARGETS, FloatPrecision, Target, either, engine_targets
 
 
 def choices_of(chosen: Mapping[str, Any]) -> Choices:
@@ -31,9 +30,9 @@ def with_files(origin: Origin, chosen: Mapping[str, Any]) -> Origin:
     return replace(origin, **given)
 
 
-def precision_of(chosen: Mapping[str, Any]) -> Floating | Asked:
+def precision_of(chosen: Mapping[str, Any]) -> FloatPrecision | Asked:
     """Return the precision that options ask for: of integers all that is chosen, floats have nothing to choose."""
-    if chosen["precision"] in get_args(Floating):
+    if chosen["precision"] in get_args(FloatPrecision):
         useless = {
             "--precision-of": bool(chosen["precision_of"]),
             "--calibration": chosen["calibration"] is not None,
@@ -50,7 +49,7 @@ def precision_of(chosen: Mapping[str, Any]) -> Floating | Asked:
         if reasons:
             told = f"nothing is quantized in {chosen['precision']} (say --precision int8 or int4)"
             raise ConfigError(in_one_line(told, reasons))
-        return cast("Floating", chosen["precision"])
+        return cast("FloatPrecision", chosen["precision"])
     return Asked(
         precision=chosen["precision"],
         activations=chosen["activations"],
@@ -70,21 +69,22 @@ def engines_of(
 
     What cannot be built is refused here, before anything is traced.
     """
-    if target != "tensorrt" and target != "tensorrt-rtx":
-        refuse_engine_options(chosen, f"no engines are built for {target} (say --target tensorrt or tensorrt-rtx)")
+    flavour = TARGETS[target].flavour
+    if flavour is None:
+        refuse_engine_options(chosen, f"no engines are built for {target} (say --target {either(engine_targets())})")
         if not chosen["build"]:
             raise ConfigError(f"--no-build is for engines, and none are built for {target}")
         return None
     if not chosen["build"]:
         refuse_engine_options(chosen, "no engines are built with --no-build (give it to fatdeploy build)")
-        return partial(finish_bundle, target=target, plan=None, stage=stage)
+        return partial(finish_bundle, target=flavour, plan=None, stage=stage)
     try:
-        plan = planned(asked_engines(target, chosen), spec)
+        plan = planned(asked_engines(flavour, chosen), spec)
     except BackendUnavailable as error:
         raise BackendUnavailable(
             f"{error}. To write the graphs alone, and build their engines on the device, pass --no-build"
         ) from error
-    return partial(finish_bundle, target=target, plan=plan, stage=stage)
+    return partial(finish_bundle, target=flavour, plan=plan, stage=stage)
 
 
 def precisions_from_text(given: tuple[str, ...]) -> dict[str, MatrixPrecision]:

@@ -14,12 +14,13 @@ import onnx
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fatdeploy.bundle import DECODER, ENCODER, WEIGHTS, Bundle, write_manifest
+from fatdeploy.bundle import Bundle, write_manifest
 from fatdeploy.export.contract import Flat
 from fatdeploy.export.eager import EagerEngine, EagerState
 from fatdeploy.export.graph_files import read_structure, write_structure
 from fatdeploy.export.package import write_graphs
 from fatdeploy.export.reference.scaling import scaled_queries
+from fatdeploy.manifest import DECODER, ENCODER, WEIGHTS
 from fatdeploy.runtimes.engine import Capacity, Want
 from fatdeploy.runtimes.lockstep import NOISE, Comparison, compared
 from fatdeploy.runtimes.ort import OrtEngine
@@ -167,7 +168,7 @@ def _session(path: Path, *, optimised: bool) -> Any:
 def _calls(model: Flat, bundle: Bundle, probe: Probe, last_step: int) -> Iterator[tuple[str, Arrays, Arrays]]:
     """Yield the graph, its inputs, and what modules and outputs say, for each call of the reference on a probe."""
     engine, spec = EagerEngine(model), model.spec
-    parallel, branches = spec.decoding == "parallel", bundle.manifest.dialect == "ort"
+    parallel, branches = spec.decoding == "parallel", bundle.manifest.branches
     with _listening(model.inner) as heard:
         state = engine.encode(probe.source, probe.mask, Capacity(1, spec.max_target))
         sources = _named(spec.encoder_inputs(), [probe.source, probe.mask])

@@ -4,16 +4,16 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, get_args
 
 import click
 
 from fatdeploy.errors import ConfigError, in_one_line
+from fatdeploy.targets import Flavour
 
 if TYPE_CHECKING:
     from fatdeploy.bundle import Bundle
     from fatdeploy.export.trt_build import Asked
-    from fatdeploy.plans import Flavour
 
 OPTIONS = [
     click.option(
@@ -52,7 +52,7 @@ def engine_options(command: Any) -> Any:
     return command
 
 
-def asked_engines(flavour: "Flavour", chosen: Mapping[str, Any]) -> "Asked":
+def asked_engines(flavour: Flavour, chosen: Mapping[str, Any]) -> "Asked":
     """Return the build that options ask for."""
     from fatdeploy.export.trt_build import Asked
     from fatdeploy.export.trt_profiles import profiles_from_text
@@ -105,7 +105,7 @@ Examples:
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option(
     "--flavour",
-    type=click.Choice(["tensorrt", "tensorrt-rtx"]),
+    type=click.Choice(get_args(Flavour)),
     help="Which TensorRT; the one that the bundle was exported for unless said.",
 )
 @engine_options
@@ -117,7 +117,7 @@ Examples:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print what was built as JSON.")
 def build(
-    bundle: Path, flavour: "Flavour | None", keep_onnx: bool, as_json: bool, **chosen: Unpack[EngineArguments]
+    bundle: Path, flavour: Flavour | None, keep_onnx: bool, as_json: bool, **chosen: Unpack[EngineArguments]
 ) -> None:
     """Build TensorRT engines from the graphs of a bundle.
 

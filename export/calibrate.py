@@ -11,10 +11,10 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from fatdeploy.bundle import DECODER, ENCODER
 from fatdeploy.export.graph_files import read_structure, write_structure
 from fatdeploy.export.integers import Floats
 from fatdeploy.export.matrices import products_of, tensor_from_array
+from fatdeploy.manifest import DECODER, ENCODER
 from fatdeploy.runtimes.decode import padded
 from fatdeploy.runtimes.engine import Want
 from fatdeploy.runtimes.ort_sessions import onnxruntime_module

@@ -4,24 +4,25 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from fatdeploy.bundle import PROBES, Bundle
+from fatdeploy.bundle import Bundle
+from fatdeploy.certificate import Certificate
 from fatdeploy.errors import ExportFailed, ParityFailed
 from fatdeploy.export.bisect import where_it_begins
 from fatdeploy.export.contract import Flat
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.known_tokens import KnownTokens
 from fatdeploy.machine import this_machine
+from fatdeploy.manifest import PROBES
 from fatdeploy.runtimes.engine import Capacity, Floats, Want
 from fatdeploy.runtimes.lockstep import (
     NOISE,
     SAFE_MARGINS,
     Comparison,
-    agreement_of,
     compared,
+    logit_agreement,
     margins_of,
 )
 from fatdeploy.runtimes.ort import OrtEngine
@@ -37,7 +38,7 @@ TRIES, MOST = 96, 16
 
 def certified(
     model: Flat, bundle: Bundle, probes: list[Probe], traced: dict[str, Path], graphs: dict[str, Path]
-) -> dict[str, Any]:
+) -> Certificate:
     """Return the certificate of a bundle whose probes are written; a difference is ParityFailed and says its origin."""
     # Threads that spin while PyTorch computes would take its cores from it.
     engine = OrtEngine(bundle, spinning=False)
@@ -46,14 +47,14 @@ def certified(
         parity = verified(engine, probes, [one.chosen for one in comparisons])
     finally:
         engine.close()
-    return {
-        "engine": "onnxruntime CPU",
-        "agreement": agreement_of(comparisons).as_dict(),
-        "parity": parity.as_dict(),
-        "probes_sha256": bundle.manifest.files[PROBES].sha256,
-        "versions": bundle.manifest.versions,
-        "machine": this_machine().as_dict(),
-    }
+    return Certificate(
+        engine="onnxruntime CPU",
+        agreement=logit_agreement(comparisons),
+        parity=parity,
+        probes_sha256=bundle.manifest.files[PROBES].sha256,
+        versions=bundle.manifest.versions,
+        machine=this_machine(),
+    )
 
 
 def _comparisons(

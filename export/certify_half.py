@@ -1,13 +1,14 @@
 """The certificate of a bundle in half precision: not the same tokens, but how many of them are, and how near it is."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fatdeploy.bundle import PROBES, Bundle, write_manifest
+from fatdeploy.bundle import Bundle, write_manifest
+from fatdeploy.certificate import Certificate, HalfParity, OwnGraphs
 from fatdeploy.errors import ParityFailed
 from fatdeploy.export.contract import Flat
 from fatdeploy.export.eager import EagerEngine
@@ -15,6 +16,7 @@ from fatdeploy.export.known_tokens import KnownTokens
 from fatdeploy.export.package import write_graphs
 from fatdeploy.export.rounded import rounded
 from fatdeploy.machine import this_machine
+from fatdeploy.manifest import PROBES
 from fatdeploy.runtimes.engine import Capacity, Engine, Floats, Want
 from fatdeploy.runtimes.lockstep import Comparison, compared
 from fatdeploy.runtimes.ort import OrtEngine
@@ -37,28 +39,9 @@ NOT_EXECUTED = (
 )
 
 
-@dataclass(frozen=True)
-class HalfParity:
-    """How close a bundle in half precision is to the reference when it reads the reference's tokens."""
-
-    probes: int
-    rows: int
-    tokens: int
-    same: int  # tokens that are the reference's
-    agreement: float
-    least_agreement: float | None  # that was required; None of random weights, which decide by little
-    largest_difference: float  # of any logit
-    largest_logit: float
-    largest_difference_alone: float  # of any logit, between a row in its batch and the same row alone
-    different_tokens_alone: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
 def certified_half(
     model: Flat, bundle: Bundle, probes: list[Probe], graphs: Mapping[str, Path], *, trained: bool
-) -> dict[str, Any]:
+) -> Certificate:
     """Return the certificate of a bundle whose probes are written; a trained model that says too much else is refused.
 
     What counts are copies in float32, rounded op by op, which are written beside ``graphs``: onnxruntime runs fp16 on a
@@ -67,18 +50,18 @@ def certified_half(
     precision = bundle.manifest.precision
     least = LEAST_AGREEMENT if trained else None
     parity = _closed_parity(_emulation(model, bundle, graphs), model, probes, least)
-    own: dict[str, Any] = {"executed": NOT_EXECUTED}
+    own = OwnGraphs(NOT_EXECUTED)
     if precision == "fp16":
-        own = {"executed": OWN, **_closed_parity(OrtEngine(bundle, spinning=False), model, probes, least).as_dict()}
-    return {
-        "engine": f"onnxruntime CPU, {precision} emulated in float32",
-        "executed": ROUNDED.format(precision),
-        "parity": parity.as_dict(),
-        "own_graphs": own,
-        "probes_sha256": bundle.manifest.files[PROBES].sha256,
-        "versions": bundle.manifest.versions,
-        "machine": this_machine().as_dict(),
-    }
+        own = OwnGraphs(OWN, _closed_parity(OrtEngine(bundle, spinning=False), model, probes, least))
+    return Certificate(
+        engine=f"onnxruntime CPU, {precision} emulated in float32",
+        executed=ROUNDED.format(precision),
+        parity=parity,
+        own_graphs=own,
+        probes_sha256=bundle.manifest.files[PROBES].sha256,
+        versions=bundle.manifest.versions,
+        machine=this_machine(),
+    )
 
 
 def _closed_parity(engine: OrtEngine, model: Flat, probes: Sequence[Probe], least: float | None) -> HalfParity:

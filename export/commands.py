@@ -3,18 +3,28 @@
 import importlib.util
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, get_args
 
 import click
 
 from fatdeploy.errors import BackendUnavailable
 from fatdeploy.export.build_command import EngineArguments, engine_lines, engine_options, progress
-from fatdeploy.runtimes.commands import gate_line, parity_line
 from fatdeploy.tables import aligned
+from fatdeploy.targets import (
+    DEFAULT_TARGET,
+    TARGETS,
+    CpuClass,
+    MetricName,
+    Precision,
+    Target,
+    precision_help,
+    target_help,
+)
 
 if TYPE_CHECKING:
     # Not at run time: a command's help must not need numpy.
-    from fatdeploy.bundle import Bundle, Target
+    from fatdeploy.bundle import Bundle
+    from fatdeploy.certificate import LogitAgreement
     from fatdeploy.export.against import Watched
     from fatdeploy.runtimes.engine import Engine
 
@@ -50,12 +60,12 @@ def need_export_packages() -> None:
 
 def compared_with_live(
     bundle: "Bundle", engine: "Engine[Any]", source: str, count: int, seed: int, watched: "Watched"
-) -> dict[str, Any]:
+) -> "LogitAgreement":
     """Return how close a bundle is to the live model that it is said to come from, for ``fatdeploy verify``."""
     need_export_packages()
     from fatdeploy.export.against import compared_with_model
 
-    return compared_with_model(bundle, engine, source, count, seed, watched).as_dict()
+    return compared_with_model(bundle, engine, source, count, seed, watched)
 
 
 @click.command(
@@ -123,7 +133,7 @@ def demo(words: tuple[str, ...], bundle: Path, as_json: bool) -> None:
     click.echo(
         f"\nlatency of a word, greedy, {shown.threads} thread: p50 {shown.p50_ms:.2f} ms, p95 {shown.p95_ms:.2f} ms"
     )
-    click.echo(f"parity: {parity_line(shown.parity)}")
+    click.echo(f"parity: {shown.parity.line()}")
     found = shown.quantized
     click.echo(
         f"int8: {found['share']:.2%} of {found['tokens']} tokens and {found['same_sequences']} of "
@@ -154,11 +164,10 @@ Examples:
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="The bundle's folder.")
 @click.option(
     "--target",
-    default="ort-cpu",
+    default=DEFAULT_TARGET,
     show_default=True,
-    type=click.Choice(["ort-cpu", "ort-cuda", "onnx", "tensorrt", "tensorrt-rtx"]),
-    help="onnxruntime on the CPU or an NVIDIA GPU, graphs of standard ops for any ONNX tool, or these with engines of "
-    "TensorRT.",
+    type=click.Choice(list(TARGETS)),
+    help=f"Where the bundle runs. {target_help()}",
 )
 @engine_options
 @click.option(
@@ -180,9 +189,8 @@ Examples:
     "--precision",
     default="fp32",
     show_default=True,
-    type=click.Choice(["fp32", "fp16", "bf16", "int8", "int4"]),
-    help="Of the matrices. Integers must pass the gate: int8 for all targets but ort-cuda, int4 for ort-cpu. fp16 (all "
-    "but ort-cpu) and bf16 (onnx, tensorrt, tensorrt-rtx) are for GPUs.",
+    type=click.Choice(get_args(Precision)),
+    help=f"Precision of the matrices, and the targets that take it: {precision_help()} Integers must pass the gate.",
 )
 @click.option(
     "--precision-of",
@@ -194,7 +202,7 @@ Examples:
     "--cpu",
     default="any",
     show_default=True,
-    type=click.Choice(["any", "x86-avx2", "x86-vnni", "arm64"]),
+    type=click.Choice(get_args(CpuClass)),
     help="Which CPUs int8 weights are for; any is right on all of them.",
 )
 @click.option(
@@ -230,7 +238,7 @@ Examples:
 )
 @click.option(
     "--metric",
-    type=click.Choice(["token_error_rate", "sequence_error_rate", "exact_match", "bleu", "chrf"]),
+    type=click.Choice(get_args(MetricName)),
     help="Of the gate; unless said, bleu where tokens are parts of words (BPE), otherwise token_error_rate.",
 )
 @click.option("--licence", help="The weights' licence, for the manifest.")
@@ -239,7 +247,7 @@ Examples:
 def export(
     source: str,
     out: Path,
-    target: "Target",
+    target: Target,
     licence: str | None,
     force: bool,
     as_json: bool,
@@ -260,7 +268,7 @@ def export(
     TensorRT-RTX builds ahead of time for compute capabilities that are named.
     """
     need_export_packages()
-    from fatdeploy.bundle import PARITY
+    from fatdeploy.certificate import read_certificate
     from fatdeploy.export.asked import choices_of, engines_of, precision_of, with_files
     from fatdeploy.export.contract import flat_model
     from fatdeploy.export.pipeline import write_bundle
@@ -273,20 +281,19 @@ def export(
         flat,
         out,
         origin=with_files(origin, chosen),
-        # Engines say themselves what the bundle is for once they are built.
-        target=target if target in ("ort-cpu", "ort-cuda") else "onnx",
+        target=target,
         precision=precision,
         finish=engines_of(target, chosen, flat.spec, progress),
         force=force,
         stage=progress,
     )
-    certificate = json.loads(bundle.file(PARITY).read_text())
+    certificate = read_certificate(bundle)
     if as_json:
-        click.echo(json.dumps({"bundle": str(out), "bytes": bundle.total_bytes, **certificate}))
+        click.echo(json.dumps({"bundle": str(out), "bytes": bundle.total_bytes, **certificate.as_dict()}))
         return
-    click.echo(f"{out}: {bundle.total_bytes / 1e6:.1f} MB; {parity_line(certificate['parity'])}")
-    if "gate" in certificate:
-        click.echo(f"{out}: {gate_line(certificate['precision'], certificate['gate'])}")
+    click.echo(f"{out}: {bundle.total_bytes / 1e6:.1f} MB; {certificate.parity.line()}")
+    if certificate.gate is not None:
+        click.echo(f"{out}: {certificate.gate.line(bundle.manifest.precision)}")
     for line in engine_lines(bundle):
         click.echo(f"{out}: {line}")
     if not chosen["build"]:

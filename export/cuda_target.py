@@ -2,16 +2,12 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from fatdeploy.bundle import Precision, Target
-from fatdeploy.errors import ConfigError
+from fatdeploy.certificate import CudaRecord
 from fatdeploy.export.cuda_dialect import CudaHalfSeams
 from fatdeploy.export.graph_files import graphs_of, read_structure
-from fatdeploy.export.half import Half
 from fatdeploy.export.reference.seams import Seams
-
-CUDA_PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16")
+from fatdeploy.targets import FloatPrecision, TargetRecord
 
 # What the certificate says, in words, because it is easy to believe more.
 EXECUTED = (
@@ -37,29 +33,22 @@ CUDA_OPS = frozenset([
 # fmt: on
 
 
-def check_cuda_precision(target: Target, precision: Precision) -> None:
-    """Raise, with what to type, for a precision that the target does not have."""
-    if target == "ort-cuda" and precision not in CUDA_PRECISIONS:
-        advice = (
-            "--target onnx --precision bf16" if precision == "bf16" else f"--target ort-cpu --precision {precision}"
-        )
-        raise ConfigError(
-            f"ort-cuda is exported in {' or '.join(CUDA_PRECISIONS)}, found {precision}. Its provider lacks kernels of "
-            f"other ones: export with {advice}"
-        )
+def runs_on_cuda(record: TargetRecord) -> bool:
+    """Whether onnxruntime's CUDA provider runs a target's graphs."""
+    return "cuda" in record.providers
 
 
-def decoder_seams(target: Target, half: Half | None) -> Seams | None:
+def decoder_seams(record: TargetRecord, precision: FloatPrecision) -> Seams | None:
     """Return the seams that a target's decoder is traced with; None for those of its dialect."""
-    return CudaHalfSeams() if target == "ort-cuda" and half == "fp16" else None
+    return CudaHalfSeams() if runs_on_cuda(record) and precision == "fp16" else None
 
 
-def cuda_record(graphs: Mapping[str, Path]) -> dict[str, Any]:
+def cuda_record(graphs: Mapping[str, Path]) -> CudaRecord:
     """Return what a certificate says of CUDA: that nothing ran there, and which ops would go back to the CPU."""
     missing = {
-        part: sorted(
-            {node.op_type for one in graphs_of(read_structure(path).graph) for node in one.node} - CUDA_OPS,
+        part: tuple(
+            sorted({node.op_type for one in graphs_of(read_structure(path).graph) for node in one.node} - CUDA_OPS)
         )
         for part, path in graphs.items()
     }
-    return {"executed": EXECUTED, "ops_without_cuda_kernel": missing}
+    return CudaRecord(EXECUTED, missing)

@@ -11,17 +11,19 @@ import numpy as np
 
 import fatdeploy
 from fatdeploy.bundle import Bundle, read_bundle
+from fatdeploy.certificate import HalfParity, Parity, read_certificate
 from fatdeploy.errors import ConfigError, in_one_line
 from fatdeploy.export.contract import Choices, flat_model
 from fatdeploy.export.g2p import LICENCE, NAME
 from fatdeploy.export.pipeline import weights_hash, write_bundle
 from fatdeploy.export.precision import Asked, Integers
 from fatdeploy.export.sources import bundled_model
-from fatdeploy.runtimes.gate import certificate_of, verified_quantized
+from fatdeploy.runtimes.gate import verified_quantized
 from fatdeploy.runtimes.hypothesis import Hypothesis
 from fatdeploy.runtimes.model import Model
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.targets import DEFAULT_TARGET
 
 WORDS = (
     "hello",
@@ -62,7 +64,7 @@ class Demonstration:
 
     bundle: str
     bundle_bytes: int
-    parity: dict[str, Any]  # of the graphs in fp32
+    parity: Parity | HalfParity  # of the graphs in fp32
     quantized: dict[str, Any]  # how close their integers come, measured here
     words: list[Pronounced]
     p50_ms: float
@@ -99,12 +101,11 @@ def _letters_of(words: Sequence[str]) -> list[str]:
     return lower
 
 
-def _compared(bundle: Bundle) -> tuple[dict[str, Any], dict[str, Any]]:
+def _compared(bundle: Bundle) -> tuple[Parity | HalfParity, dict[str, Any]]:
     """Return the parity of a bundle's graphs in fp32, and how close its integers are to the reference here."""
     engine = OrtEngine(bundle, threads=1, spinning=False)
     try:
-        certificate = certificate_of(bundle)
-        return certificate["parity"], verified_quantized(engine, bundle, certificate)
+        return read_certificate(bundle).parity, verified_quantized(engine, bundle)
     finally:
         engine.close()
 
@@ -128,7 +129,7 @@ def _check_own(bundle: Bundle) -> None:
     compared: dict[str, tuple[object, object]] = {
         "model": (manifest.source.name, NAME),
         "licence": (manifest.source.licence, LICENCE),
-        "target": (manifest.target, "ort-cpu"),
+        "target": (manifest.target, DEFAULT_TARGET),
         "precision": (manifest.precision, PRECISION),
         "attention": (None if alignment is None else alignment.layer, ATTENTION),
     }

@@ -1,17 +1,18 @@
 """The gate: a quantized bundle against the live reference, and which matrices cost it most."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from fatdeploy.certificate import MetricChange, TokenAgreement
 from fatdeploy.errors import BackendUnavailable, ConfigError, in_one_line
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.examples import Example
 from fatdeploy.runtimes.decode import decode, padded
 from fatdeploy.runtimes.engine import Engine, Floats
-from fatdeploy.runtimes.gate import BATCH, Agreement, Material, agreement_of, forced_logits
+from fatdeploy.runtimes.gate import BATCH, Material, forced_logits, token_agreement
 from fatdeploy.runtimes.lockstep import margins_of
 from fatdeploy.runtimes.metrics import METRICS, OF_TEXT, need_sacrebleu
 from fatdeploy.runtimes.options import DecodeOptions
@@ -20,7 +21,6 @@ from fatdeploy.spec import ModelSpec
 
 # Steps of random weights that are judged: their targets have no end of their own. Trained ones are judged to the end.
 RANDOM_STEPS = 64
-HIGHER_IS_BETTER = frozenset({"bleu", "chrf", "exact_match"})
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,10 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class MetricChange:
-    """A metric of what the reference says, and of what the quantized bundle says."""
-
-    name: str
-    reference: float
-    quantized: float
-
-    @property
-    def lost(self) -> float:
-        """By how many points the quantized bundle is worse."""
-        change = self.quantized - self.reference
-        return -change if self.name in HIGHER_IS_BETTER else change
-
-
-@dataclass(frozen=True)
 class Judgement:
     """What the gate found. Errors of logits are relative to the reference's margin between its two best tokens."""
 
-    agreement: Agreement
+    agreement: TokenAgreement
     metric: MetricChange | None
     median_error: float
     steps_in_danger: float  # the share whose error is more than half of the margin, so that the token might change
@@ -59,21 +44,10 @@ class Judgement:
         """Whether the bar is reached."""
         return self.agreement.share >= bar.agreement and (self.metric is None or self.metric.lost <= bar.points)
 
-    def as_dict(self) -> dict[str, Any]:
-        metric = None if self.metric is None else {**asdict(self.metric), "lost": self.metric.lost}
-        errors = {"median_error_of_margin": self.median_error, "steps_in_danger": self.steps_in_danger}
-        return {"agreement": self.agreement.as_dict(), "metric": metric, **errors}
-
     def line(self) -> str:
         """Say it in one line."""
-        found = self.agreement
-        said = (
-            f"{found.share:.2%} of {found.tokens} tokens and {found.same_sequences} of {found.sequences} targets are "
-            "the reference's"
-        )
-        if self.metric is not None:
-            said += f"; {self.metric.name} {self.metric.quantized:.2f} (reference {self.metric.reference:.2f})"
-        return said
+        metric = "" if self.metric is None else f"; {self.metric.line()}"
+        return f"{self.agreement.line()}{metric}"
 
 
 def metric_of(
@@ -133,7 +107,7 @@ class Gate:
             ]
         )
         return Judgement(
-            agreement=agreement_of(engine, self.material),
+            agreement=token_agreement(engine, self.material),
             metric=self._metric_change(engine),
             median_error=float(np.median(ratios)),
             steps_in_danger=float((ratios > 0.5).mean()),

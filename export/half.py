@@ -12,8 +12,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from fatdeploy.bundle import Target
-from fatdeploy.errors import ConfigError, ExportFailed, in_one_line
+from fatdeploy.errors import ExportFailed, in_one_line
 from fatdeploy.export.graph_files import (
     INLINE_BELOW,
     graphs_of,
@@ -25,21 +24,20 @@ from fatdeploy.export.graph_files import (
 )
 from fatdeploy.export.half_ops import branches_of, in_float32, read, spread
 from fatdeploy.spec import ModelSpec
+from fatdeploy.targets import HalfPrecision
 
-Half = Literal["fp16", "bf16"]
-Floating = Literal["fp32", "fp16", "bf16"]
 Casts = dict[tuple[str, int], str]
 
-DTYPES: dict[Half, Literal["float16", "bfloat16"]] = {"fp16": "float16", "bf16": "bfloat16"}
-TYPES: dict[Half, int] = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
-LARGEST: dict[Half, float] = {"fp16": 65504.0, "bf16": float(2**128 - 2**120)}
+DTYPES: dict[HalfPrecision, Literal["float16", "bfloat16"]] = {"fp16": "float16", "bf16": "bfloat16"}
+TYPES: dict[HalfPrecision, int] = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
+LARGEST: dict[HalfPrecision, float] = {"fp16": 65504.0, "bf16": float(2**128 - 2**120)}
 # The smallest number that keeps all of its digits.
-SMALLEST: dict[Half, float] = {"fp16": 2.0**-14, "bf16": 2.0**-126}
+SMALLEST: dict[HalfPrecision, float] = {"fp16": 2.0**-14, "bf16": 2.0**-126}
 # What onnxruntime's attention adds to hidden scores: an attribute, which its kernels turn into the scores' type.
 HIDING = "mask_filter_value"
 
 
-def in_half(graph: Path, result: Path, precision: Half, border: Collection[str]) -> Path:
+def in_half(graph: Path, result: Path, precision: HalfPrecision, border: Collection[str]) -> Path:
     """Write a simplified fp32 graph in half precision, and return its path.
 
     Of its inputs and outputs those in ``border`` become half as well. A weight that half cannot hold is an error.
@@ -55,24 +53,12 @@ def in_half(graph: Path, result: Path, precision: Half, border: Collection[str])
     return result
 
 
-def half_array(array: NDArray[Any], precision: Half | None) -> NDArray[Any]:
+def half_array(array: NDArray[Any], precision: HalfPrecision | None) -> NDArray[Any]:
     """Return an array in half precision, or as it is."""
     return array if precision is None else array.astype(helper.tensor_dtype_to_np_dtype(TYPES[precision]))
 
 
-def check_half(precision: Floating, target: Target) -> Half | None:
-    """Return which half precision was asked for, None if another; refuse it where nothing would be gained."""
-    half: Half | None = "fp16" if precision == "fp16" else "bf16" if precision == "bf16" else None
-    if half is not None and target == "ort-cpu":
-        raise ConfigError(
-            f"{half} is for GPUs: onnxruntime's CPU provider has few kernels for it, and casts to float32 and back. "
-            f"For a CPU export with --precision int8, or fp32; for graphs of standard ops in {half} with --target onnx "
-            f"--precision {half}; for onnxruntime on a GPU with --target ort-cuda --precision fp16"
-        )
-    return half
-
-
-def halved(spec: ModelSpec, graphs: dict[str, Path], half: Half) -> tuple[ModelSpec, dict[str, Path]]:
+def halved(spec: ModelSpec, graphs: dict[str, Path], half: HalfPrecision) -> tuple[ModelSpec, dict[str, Path]]:
     """Return the contract and the graphs of a bundle in half precision; these are written beside the others."""
     changed = spec.halved(DTYPES[half])
     tensors = (*changed.encoder_outputs(), *changed.past, *changed.present)
@@ -105,7 +91,7 @@ def _hoist_constants(graph: onnx.GraphProto) -> None:
 class _Rewriter:
     """Gives every value of a graph its type, and casts where two types meet."""
 
-    def __init__(self, graph: onnx.GraphProto, folder: Path, precision: Half, border: Collection[str]) -> None:
+    def __init__(self, graph: onnx.GraphProto, folder: Path, precision: HalfPrecision, border: Collection[str]) -> None:
         self.graph, self.folder, self.precision, self.border = graph, folder, precision, border
         self.half, self.largest = TYPES[precision], LARGEST[precision]
         self.reading = read(graph)

@@ -11,7 +11,6 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from fatdeploy.bundle import DECODER, WEIGHTS, OutputMatrix, WeightGroup
 from fatdeploy.export.graph_files import (
     INLINE_BELOW,
     graphs_of,
@@ -25,6 +24,7 @@ from fatdeploy.export.graph_files import (
 from fatdeploy.export.integers import WeightBits, best_blocks, columns_from_matrix
 from fatdeploy.export.quantize import BESIDE_INTEGERS, MatrixPrecision
 from fatdeploy.export.trace import INNER
+from fatdeploy.manifest import DECODER, WEIGHTS, OutputMatrix, WeightGroup
 
 # Vector loads want 64 bytes; a page is not needed, onnxruntime aligns its mapping itself.
 ALIGNMENT = 64

@@ -1,7 +1,6 @@
 """The way from a reference model to a bundle: trace, simplify, halve, package, certify."""
 
 import hashlib
-import json
 import logging
 import shutil
 import tempfile
@@ -9,36 +8,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 from torch import nn
 
-from fatdeploy.bundle import (
-    DECODER,
-    ENCODER,
-    GATE,
-    PARITY,
-    PROBES,
-    TOKENIZER,
-    Bundle,
-    Dialect,
-    Manifest,
-    Provenance,
-    read_bundle,
-    write_manifest,
-)
+from fatdeploy.bundle import Bundle, read_bundle, write_manifest
+from fatdeploy.certificate import read_certificate, write_certificate
 from fatdeploy.errors import BundleError, CheckpointError, ConfigError
 from fatdeploy.export.certify import certified, drawn_probes
 from fatdeploy.export.certify_half import certified_half
 from fatdeploy.export.contract import Flat, flat_model
-from fatdeploy.export.cuda_target import check_cuda_precision, cuda_record, decoder_seams
+from fatdeploy.export.cuda_target import cuda_record, decoder_seams, runs_on_cuda
 from fatdeploy.export.dialects import OPSET
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.examples import Example, examples_from_file, random_examples
 from fatdeploy.export.gate import RANDOM_STEPS, metric_of
 from fatdeploy.export.graph_files import op_histogram
-from fatdeploy.export.half import Floating, Half, check_half, half_array, halved
+from fatdeploy.export.half import half_array, halved
 from fatdeploy.export.package import placed_output_matrix, write_graphs
 from fatdeploy.export.precision import Asked, Quantizer, Trial, check_asked
 from fatdeploy.export.reference.checkpoint import stored_tensors
@@ -47,20 +33,19 @@ from fatdeploy.export.reference.seams import Seams
 from fatdeploy.export.simplify import Arrays, simplified
 from fatdeploy.export.trace import traced_decoder, traced_encoder
 from fatdeploy.folders import replaced_folder
+from fatdeploy.manifest import DECODER, ENCODER, GATE, PROBES, TOKENIZER, Manifest, Provenance
 from fatdeploy.runtimes.engine import Want
 from fatdeploy.runtimes.gate import write_material
 from fatdeploy.runtimes.ort_sessions import onnxruntime_module
 from fatdeploy.runtimes.text import Tokenizer, tokenizer_from_file
 from fatdeploy.runtimes.verify import write_probes
 from fatdeploy.spec import ModelSpec, TensorSpec
+from fatdeploy.targets import DEFAULT_TARGET, TARGETS, Dialect, FloatPrecision, Precision, Target, TargetRecord
 
 log = logging.getLogger("fatdeploy")
 
 # Shapes on which a simplified graph must give the traced one's numbers: batch, rows a source, source, step, capacity.
 SAMPLES = ((1, 1, 1, 1, 4), (2, 3, 5, 4, 9), (3, 1, 9, 2, 12))
-# What graphs are for, and what they speak; engines of TensorRT are made of those of standard ops afterwards.
-GraphTarget = Literal["ort-cpu", "ort-cuda", "onnx"]
-DIALECTS: dict[GraphTarget, Dialect] = {"ort-cpu": "ort", "ort-cuda": "ort", "onnx": "standard"}
 RECORDED = ("fatdeploy", "torch", "onnx", "onnxscript", "onnxsim", "numpy")
 
 
@@ -88,8 +73,8 @@ def write_bundle(
     folder: Path,
     *,
     origin: Origin,
-    target: GraphTarget = "ort-cpu",
-    precision: Floating | Asked = "fp32",
+    target: Target = DEFAULT_TARGET,
+    precision: FloatPrecision | Asked = "fp32",
     finish: Callable[[Path], None] | None = None,
     force: bool = False,
     stage: Callable[[str], None] = log.info,
@@ -102,22 +87,27 @@ def write_bundle(
     """
     flat = flat_model(model)
     tokenizer = _fitting_tokenizer(origin, flat.spec)
-    half, trial = None, None
+    # TensorRT engines are built from standard graphs, and their bundle takes its target once they are there.
+    record = TARGETS[TARGETS[target].graph_target]
+    if finish is None and record.name != target:
+        raise ConfigError(
+            f"a bundle for {target} needs engines: fatdeploy.export_model(…, target={target!r}) builds them"
+        )
+    trial = None
     if isinstance(precision, Asked):
-        check_cuda_precision(target, precision.precision)
-        check_asked(precision, DIALECTS[target])
+        check_asked(precision, record)
         trial = trial_of(origin, precision, _examples(flat.spec, origin, tokenizer), tokenizer, stage)
     else:
-        check_cuda_precision(target, precision)
-        half = check_half(precision, target)
+        check_precision(record, precision)
+    floats: FloatPrecision = "fp32" if isinstance(precision, Asked) else precision
     with replaced_folder(folder, force=force) as new, _folder_beside(new) as work:
-        traced, graphs = _written_graphs(flat, DIALECTS[target], work, stage, decoder_seams(target, half))
-        plain = Plain(flat, origin, target, traced, graphs, stage)
+        traced, graphs = _written_graphs(flat, record.dialect, work, stage, decoder_seams(record, floats))
+        plain = Plain(flat, origin, record, traced, graphs, stage)
         if trial is None:
-            plain.write(new, half)
+            plain.write(new, floats)
         else:
             (Path(work) / "fp32").mkdir()
-            plain.write(Path(work) / "fp32", None)
+            plain.write(Path(work) / "fp32", "fp32")
             write_quantized(plain, read_bundle(Path(work) / "fp32", check_hashes=False), new, trial)
         if finish is not None:
             finish(new)
@@ -130,15 +120,16 @@ class Plain:
 
     flat: Flat
     origin: Origin
-    target: GraphTarget
+    target: TargetRecord
     traced: dict[str, Path]
     graphs: dict[str, Path]
     stage: Callable[[str], None]
 
-    def write(self, folder: Path, half: Half | None) -> None:
+    def write(self, folder: Path, precision: FloatPrecision) -> None:
         """Write the bundle with its certificate."""
         flat, spec, graphs = self.flat, self.flat.spec, self.graphs
         stages = {"traced": self.traced, "simplified": self.graphs}
+        half = None if precision == "fp32" else precision
         if half is not None:
             self.stage(f"turning the graphs into {half}")
             spec, graphs = halved(spec, graphs, half)
@@ -156,7 +147,7 @@ class Plain:
         manifest = replace(
             _manifest(flat, self.origin, self.target),
             spec=spec,
-            precision=half or "fp32",
+            precision=precision,
             histograms=histograms,
             weights=weights,
             output_matrix=output_matrix,
@@ -167,9 +158,9 @@ class Plain:
             certificate = certified(flat, bundle, probes, self.traced, graphs)
         else:
             certificate = certified_half(flat, bundle, probes, graphs, trained=not self.origin.random)
-        if self.target == "ort-cuda":
-            certificate["cuda"] = cuda_record(graphs)
-        _write_certificate(folder, certificate)
+        if runs_on_cuda(self.target):
+            certificate = replace(certificate, cuda=cuda_record(graphs))
+        write_certificate(folder, certificate)
         write_manifest(folder, manifest)
 
 
@@ -186,8 +177,7 @@ def write_quantized(model: Plain, plain: Bundle, folder: Path, trial: Trial) -> 
     output_matrix = None
     if matrix is not None:
         output_matrix = quantizer.placed_output(matrix.detach().numpy(), judged.quantization, folder)
-    certificate = json.loads(plain.file(PARITY).read_text())
-    _write_certificate(folder, {**certificate, "precision": manifest.precision, **judged.certificate(trial.asked)})
+    write_certificate(folder, judged.certificate(read_certificate(plain), trial.asked))
     histograms = {
         part: {**plain.manifest.histograms[part], "quantized": quantizer.histograms[part]} for part in model.graphs
     }
@@ -201,10 +191,6 @@ def write_quantized(model: Plain, plain: Bundle, folder: Path, trial: Trial) -> 
             histograms=histograms,
         ),
     )
-
-
-def _write_certificate(folder: Path, certificate: dict[str, Any]) -> None:
-    (folder / PARITY).write_text(json.dumps(certificate, indent=2, sort_keys=True) + "\n")
 
 
 def trial_of(
@@ -230,6 +216,12 @@ def _examples(spec: ModelSpec, origin: Origin, tokenizer: Tokenizer | None) -> E
         for seed, path in enumerate(files.values())
     ]
     return found[0], found[1]
+
+
+def check_precision(record: TargetRecord, precision: Precision) -> None:
+    """Raise, with what to type, for a precision that the target does not take."""
+    if refusal := record.refusal(precision):
+        raise ConfigError(refusal)
 
 
 def _fitting_tokenizer(origin: Origin, spec: ModelSpec) -> Tokenizer | None:
@@ -273,14 +265,14 @@ def _written_graphs(
     return traced, graphs
 
 
-def _manifest(model: Flat, origin: Origin, target: GraphTarget) -> Manifest:
+def _manifest(model: Flat, origin: Origin, target: TargetRecord) -> Manifest:
     # Of the module and not the package: on a machine with a GPU another one brings it.
     versions = {package: version(package) for package in RECORDED} | {"onnxruntime": onnxruntime_module().__version__}
     return Manifest(
         spec=model.spec,
-        target=target,
+        target=target.name,
         precision="fp32",
-        dialect=DIALECTS[target],
+        dialect=target.dialect,
         opset=OPSET,
         versions=versions,
         source=Provenance(name=origin.name, sha256=weights_hash(model.inner), licence=origin.licence),

@@ -5,21 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from fatdeploy.bundle import (
-    DECODER,
-    EMBEDDING,
-    SATURATION,
-    WEIGHTS_ALONE,
-    Bundle,
-    CpuClass,
-    Dialect,
-    Manifest,
-    OutputMatrix,
-    Quantization,
-    write_manifest,
-)
+from fatdeploy.bundle import Bundle, write_manifest
+from fatdeploy.certificate import Certificate, GateResult
 from fatdeploy.errors import ConfigError, ParityFailed, in_one_line
 from fatdeploy.export.calibrate import Said, Seen, activations_of
 from fatdeploy.export.contract import Flat
@@ -33,11 +22,13 @@ from fatdeploy.export.package import placed_integers, write_graphs
 from fatdeploy.export.qdq import RangeMethod, symmetric_range, with_scales
 from fatdeploy.export.quantize import MatrixPrecision, MatrixRecipe, Recipe, quantized
 from fatdeploy.export.saturation import WEIGHT_BITS, check_cpu, write_saturation_probe
+from fatdeploy.manifest import DECODER, EMBEDDING, SATURATION, WEIGHTS_ALONE, Manifest, OutputMatrix, Quantization
 from fatdeploy.runtimes.gate import check_rows, checked_on, row_kind
 from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.runtimes.text import Tokenizer
 from fatdeploy.spec import ModelSpec
 from fatdeploy.tables import aligned
+from fatdeploy.targets import CpuClass, TargetRecord
 
 Integers = Literal["int8", "int4"]
 Graphs = Mapping[str, Path]
@@ -84,14 +75,21 @@ class Judged:
     kept: tuple[str, ...]  # matrices that were kept in a higher precision to pass
     row_difference: float
 
-    def certificate(self, asked: "Asked") -> dict[str, Any]:
-        """Return what the certificate says of it."""
-        gate = {**self.judgement.as_dict(), "bar": asked.bar.agreement, "points": asked.bar.points}
-        gate |= {"enforced": self.quantization.enforced, "kept": list(self.kept)}
-        return {
-            "gate": {**gate, "row_difference": self.row_difference},
-            "checked_on": [checked_on(self.judgement.agreement.share)],
-        }
+    def certificate(self, plain: Certificate, asked: "Asked") -> Certificate:
+        """Return the certificate of the fp32 graphs with what the gate says of their integers."""
+        judgement = self.judgement
+        gate = GateResult(
+            agreement=judgement.agreement,
+            metric=judgement.metric,
+            median_error_of_margin=judgement.median_error,
+            steps_in_danger=judgement.steps_in_danger,
+            bar=asked.bar.agreement,
+            points=asked.bar.points,
+            enforced=self.quantization.enforced,
+            kept=self.kept,
+            row_difference=self.row_difference,
+        )
+        return replace(plain, precision=asked.precision, gate=gate, checked_on=(checked_on(judgement.agreement.share),))
 
 
 @dataclass(frozen=True)
@@ -109,10 +107,13 @@ class Trial:
     most_steps: int | None = None
 
 
-def check_asked(asked: Asked, dialect: Dialect) -> None:
-    """Raise, with all reasons, for what graphs of a dialect cannot have, and for a CPU that is not here to prove it."""
-    if dialect == "ort":
-        reasons = [
+def check_asked(asked: Asked, target: TargetRecord) -> None:
+    """Raise, with all reasons, for what a target's graphs cannot have, and for a CPU that is not here to prove it."""
+    reasons = [
+        refusal for precision in sorted({asked.precision, *asked.of.values()}) if (refusal := target.refusal(precision))
+    ]
+    if target.dialect == "ort":
+        reasons += [
             f"{name} is for graphs of standard ops (--target tensorrt, tensorrt-rtx or onnx)"
             for name, given in (
                 ("--activations float", asked.activations != "int8"),
@@ -120,9 +121,6 @@ def check_asked(asked: Asked, dialect: Dialect) -> None:
             )
             if given
         ]
-    else:
-        wanted = {asked.precision, *asked.of.values()}
-        reasons = ["int4 is for --target ort-cpu: other targets have no such ops"] if "int4" in wanted else []
     if reasons:
         raise ConfigError(in_one_line("the model cannot be quantized so", reasons))
     if asked.activations == "int8":
@@ -178,7 +176,7 @@ class Quantizer:
         stage: Callable[[str], None],
     ) -> None:
         self.model, self.graphs, self.manifest, self.asked, self.stage = model, graphs, manifest, trial.asked, stage
-        self._standard = manifest.dialect == "standard"
+        self._standard = not manifest.branches
         self.matrices = matrices_of(graphs, model.spec)
         self.precisions = precisions_of(self.matrices, trial.asked)
         self._trial = trial

@@ -7,16 +7,17 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from fatdeploy.bundle import SATURATION, CpuClass
 from fatdeploy.errors import BackendUnavailable
 from fatdeploy.export.graph_files import write_structure
 from fatdeploy.export.integers import WeightBits
 from fatdeploy.export.matrices import tensor_from_array
 from fatdeploy.machine import this_machine
+from fatdeploy.manifest import SATURATION
 from fatdeploy.runtimes.gate import cpu_class
 from fatdeploy.runtimes.ort_sessions import onnxruntime_module
 from fatdeploy.runtimes.saturation import exact_sum, sums_of
 from fatdeploy.spec import SATURATION_INPUT, SATURATION_OUTPUT
+from fatdeploy.targets import CpuClass
 
 # Bits of a signed 8-bit weight that may be used: where two products are added in 16 bits, all eight overflow.
 WEIGHT_BITS: dict[CpuClass, WeightBits] = {"any": 7, "x86-avx2": 7, "x86-vnni": 8, "arm64": 8}

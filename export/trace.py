@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.export import Dim
 
-from fatdeploy.bundle import Dialect
 from fatdeploy.errors import ExportFailed, in_one_line
 from fatdeploy.export.contract import Flat
 from fatdeploy.export.dialects import OPSET, OrtSeams, StandardSeams
@@ -22,6 +21,7 @@ from fatdeploy.export.graph_files import read_structure, strip, write_structure
 from fatdeploy.export.graphs import DecoderGraph, EncoderGraph
 from fatdeploy.export.reference.seams import Seams, speaking
 from fatdeploy.spec import ModelSpec, TensorSpec
+from fatdeploy.targets import Dialect
 
 DIALECTS: dict[Dialect, type[Seams]] = {"ort": OrtSeams, "standard": StandardSeams}
 SCOPES = "pkg.torch.onnx.name_scopes"

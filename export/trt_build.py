@@ -9,17 +9,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fatdeploy.bundle import GRAPHS, Bundle, graph_hash, read_bundle, write_manifest
+from fatdeploy.bundle import Bundle, graph_hash, read_bundle, write_manifest
 from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, ExportFailed, in_one_line
 from fatdeploy.export.trt_drop import drop_graphs
 from fatdeploy.export.trt_log import BuildLog
 from fatdeploy.export.trt_network import check_network, parsed
 from fatdeploy.export.trt_profiles import PARTS, Ranges, check_shapes, profiles_of, shapes_by_input
 from fatdeploy.folders import replaced_folder
-from fatdeploy.plans import ENGINES, Flavour, Part, PlanRecord, Profile, plan_file
+from fatdeploy.manifest import GRAPHS
+from fatdeploy.plans import ENGINES, Part, PlanRecord, Profile, plan_file
 from fatdeploy.runtimes.cuda_devices import cuda_here
 from fatdeploy.runtimes.trt_modules import listening, logger_of, tensorrt_module
 from fatdeploy.spec import ModelSpec
+from fatdeploy.targets import TARGETS, Flavour, either, engine_targets
 
 Stage = Callable[[str], None]
 
@@ -57,7 +59,7 @@ class Plan:
 def planned(asked: Asked, spec: ModelSpec) -> Plan:
     """Return the build that was asked for, or raise before any object of TensorRT is made."""
     profiles = profiles_of(spec, asked.profiles)
-    if asked.flavour == "tensorrt":
+    if not TARGETS[asked.flavour].builds_ahead:
         # First of all: without a GPU its objects can be made and then end the process.
         (capability,) = _capability_here() or _no_gpu(
             "engines of TensorRT are built on the GPU that runs them; build there with: fatdeploy build BUNDLE "
@@ -111,9 +113,10 @@ def chosen_flavour(path: Path, said: Flavour | None) -> Flavour:
     target = read_bundle(path, check_hashes=False).manifest.target
     if said is not None:
         return said
-    if target == "tensorrt" or target == "tensorrt-rtx":
-        return target
-    raise ConfigError(f"{path} was exported for {target}: say --flavour tensorrt or tensorrt-rtx")
+    flavour = TARGETS[target].flavour
+    if flavour is None:
+        raise ConfigError(f"{path} was exported for {target}: say --flavour {either(engine_targets())}")
+    return flavour
 
 
 def build_engines(path: Path, asked: Asked, *, stage: Stage, keep_onnx: bool = True) -> Bundle:
@@ -217,7 +220,7 @@ def _engine(bundle: Bundle, part: Part, plan: Plan) -> Any:
             ranges.set_shape(name, *triple)
         if config.add_optimization_profile(ranges) < 0:
             raise ExportFailed(f"{plan.asked.flavour} refuses the profile {profile.sizes} of the {part}")
-    if plan.asked.flavour == "tensorrt-rtx":
+    if TARGETS[plan.asked.flavour].builds_ahead:
         aim(module, config, plan.capabilities)
     if plan.asked.timing_cache is None:
         return builder.build_serialized_network(network, config)

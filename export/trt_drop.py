@@ -3,8 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-from fatdeploy.bundle import GRAPHS, WEIGHTS, OutputMatrix, read_bundle, write_manifest
+from fatdeploy.bundle import read_bundle, write_manifest
 from fatdeploy.errors import ConfigError
+from fatdeploy.manifest import GRAPHS, WEIGHTS, OutputMatrix
 from fatdeploy.spec import ModelSpec
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}

@@ -29,11 +29,13 @@ _ON_USE = {
     "Hypothesis": "fatdeploy.runtimes.hypothesis",
     "Model": "fatdeploy.runtimes.model",
     "Stream": "fatdeploy.runtimes.streaming",
+    "inspect": "fatdeploy.runtimes.inspection",
     "load": "fatdeploy.runtimes.model",
 }
 
 if TYPE_CHECKING:
     from fatdeploy.runtimes.hypothesis import Hypothesis
+    from fatdeploy.runtimes.inspection import inspect
     from fatdeploy.runtimes.model import Model, load
     from fatdeploy.runtimes.options import DecodeOptions
     from fatdeploy.runtimes.streaming import Event, Stream
@@ -62,5 +64,6 @@ __all__ = [
     "SpecMismatch",
     "Stream",
     "__version__",
+    "inspect",
     "load",
 ]

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fatdeploy.spec import Axis, ModelSpec, TensorSpec
+from fatdeploy.targets import Flavour
 
 Part = Literal["encoder", "decoder"]
-Flavour = Literal["tensorrt", "tensorrt-rtx"]
 Shape = tuple[int, ...]
 
 ENGINES = "engines"  # the folder of a bundle that holds them

@@ -32,7 +32,8 @@ class RecordReader:
     """Turns JSON values into dataclasses; what does not fit is in ``reasons``.
 
     The two permissions are for a format that grows: a later version adds keys at the top, an earlier one did not yet
-    write the fields that have a default today. A field of type ``object`` takes any JSON value.
+    write the fields that have a default today. A field of type ``object`` takes any JSON value. Fields that a record
+    computes itself (``init=False``) are written for other readers and not read.
     """
 
     allow_unknown: bool = False
@@ -52,9 +53,10 @@ class RecordReader:
             return self._refuse(place, f"expected an object, found {reprlib.repr(values)}")
         before, hints = len(self.reasons), get_type_hints(kind)
         known = {entry.name: entry for entry in fields(kind) if entry.init}
+        computed = {entry.name for entry in fields(kind) if not entry.init}
         if place or not self.allow_unknown:
             for name in values:
-                if name not in known:
+                if name not in known and name not in computed:
                     self._refuse(_inside(place, name), "unknown")
         for name, entry in known.items():
             if name not in values and not (self.allow_missing and _has_default(entry)):

@@ -148,7 +148,8 @@ def bench(
 
 def read_bundles(paths: Sequence[Path]) -> "dict[str, Bundle]":
     """Return bundles by what they are called here; each is whole, and has probes to check it by."""
-    from fatdeploy.bundle import PROBES, read_bundle
+    from fatdeploy.bundle import read_bundle
+    from fatdeploy.manifest import PROBES
 
     found = [read_bundle(path) for path in paths]
     for bundle in found:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from fatdeploy.errors import ConfigError, in_one_line
 from fatdeploy.runtimes.bench_weights import bytes_a_step_reads
+from fatdeploy.targets import TARGETS
 
 if TYPE_CHECKING:
     # Not at run time: a command's help must not need numpy.
@@ -113,9 +114,7 @@ def plans_for(bundles: "dict[str, Bundle]", asked: Asked) -> list[Plan]:
 
 def _by_capture(plan: Plan) -> Iterator[Plan]:
     """Yield a plan, or two of a bundle whose engine can record steps: with and without, under names of their own."""
-    from fatdeploy.runtimes.gpus import CAPTURING
-
-    if plan.bundle.manifest.target not in CAPTURING:
+    if not TARGETS[plan.bundle.manifest.target].captures_steps:
         yield plan
         return
     yield replace(plan, label=f"{plan.label}, steps recorded")
@@ -164,11 +163,10 @@ def _wrong(label: str, bundle: "Bundle", asked: Asked) -> Iterator[str]:
 
 def _plan(label: str, bundle: "Bundle", asked: Asked) -> Plan:
     """Return the plan of a bundle; what nobody typed is lowered to what it takes, and told."""
-    from fatdeploy.bundle import DECODER
-    from fatdeploy.runtimes.gpus import GPU_TARGETS
+    from fatdeploy.manifest import DECODER
 
     notes = []
-    if bundle.manifest.target in GPU_TARGETS and len(asked.threads) > 1:
+    if TARGETS[bundle.manifest.target].needs_gpu and len(asked.threads) > 1:
         notes.append(f"{label}: --threads {_listed(asked.threads)} lowered to {asked.threads[0]} (it is for a GPU)")
         asked = replace(asked, threads=asked.threads[:1])
     for limit in _limits(bundle):

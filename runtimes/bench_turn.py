@@ -12,8 +12,10 @@ from typing import Any
 
 import click
 
-from fatdeploy.bundle import PROBES, Bundle, read_bundle
+from fatdeploy.bundle import Bundle, read_bundle
+from fatdeploy.certificate import Parity
 from fatdeploy.errors import FatdeployError, ParityFailed
+from fatdeploy.manifest import PROBES
 from fatdeploy.records import RecordReader
 from fatdeploy.runtimes.bench_plan import Setting, Turn
 from fatdeploy.runtimes.bench_timing import (
@@ -25,15 +27,16 @@ from fatdeploy.runtimes.bench_timing import (
     stopwatch_of,
     timed_decode,
 )
-from fatdeploy.runtimes.certified import Certified, certified
+from fatdeploy.runtimes.certified import Promise, promise_of
 from fatdeploy.runtimes.engine import Engine
-from fatdeploy.runtimes.engines import has_plans, opened_engine
+from fatdeploy.runtimes.engines import opened_engine
 from fatdeploy.runtimes.fidelity import Fidelity, token_fidelity
-from fatdeploy.runtimes.gate import certificate_of, forced_fidelity, read_material
-from fatdeploy.runtimes.gpus import GPU_TARGETS, gpus_here
+from fatdeploy.runtimes.gate import forced_fidelity, read_material
+from fatdeploy.runtimes.gpus import gpus_here
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort_sessions import onnxruntime_module
-from fatdeploy.runtimes.verify import Parity, read_probes, verified
+from fatdeploy.runtimes.verify import read_probes, verified
+from fatdeploy.targets import TARGETS
 
 Said = list[tuple[int, ...]]
 
@@ -43,15 +46,15 @@ class Checked:
     """How right a bundle is on this machine, and was where it was exported; ``parity`` is the proof, if repeated."""
 
     fidelity: Fidelity
-    promised: Certified
+    promised: Promise
     parity: Parity | None
 
 
 def taken(turn: Turn, tick: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Return all that a turn measures: seconds of loading and of every decode, fidelity, memory, bandwidth."""
-    planned = has_plans(read_bundle(turn.bundle, check_hashes=False))
+    target = TARGETS[read_bundle(turn.bundle, check_hashes=False).manifest.target]
     # Before the clock starts: loading a bundle is what is measured.
-    runtime = None if planned else onnxruntime_module().__version__
+    runtime = onnxruntime_module().__version__ if target.engine == "onnxruntime" else None
     started = time.perf_counter()
     bundle = read_bundle(turn.bundle)
     engine = opened_for(turn, bundle)
@@ -68,13 +71,13 @@ def taken(turn: Turn, tick: Callable[[], None] = lambda: None) -> dict[str, Any]
             times[setting].append(_timed_again(engine, turn, setting, said[setting]))
         tick()
     # While the clocks are those of work, and not of waiting.
-    device = gpus_here().as_dict() if bundle.manifest.target in GPU_TARGETS else None
+    device = gpus_here().as_dict() if target.needs_gpu else None
     engine.close()  # its threads would read beside ours
     return {
         "load": load,
         "fidelity": checked.fidelity.as_dict(),
         "certified_share": checked.promised.share,
-        "parity": None if checked.parity is None else checked.parity.as_dict(),
+        "parity": None if checked.parity is None else asdict(checked.parity),
         "onnxruntime": runtime,
         "device": device,
         # Of the host's memory: a device reads its weights from its own.
@@ -93,7 +96,7 @@ def taken(turn: Turn, tick: Callable[[], None] = lambda: None) -> dict[str, Any]
 
 def opened_for(turn: Turn, bundle: Bundle) -> Engine[Any]:
     """Return the engine of a turn: TensorRT has no threads of its own, and records steps if it is to."""
-    if has_plans(bundle):
+    if TARGETS[bundle.manifest.target].flavour is not None:
         return opened_engine(bundle, cuda_graphs=turn.cuda_graphs)
     return opened_engine(bundle, threads=turn.threads, spinning=turn.spinning)
 
@@ -104,7 +107,7 @@ def check(bundle: Bundle, engine: Engine[Any], *, thorough: bool) -> Checked:
     Of fp32 it must say all, of others as many as its certificate's bar asks for; integers without a bar about as many
     as when they were exported.
     """
-    promised, probes = certified(bundle, certificate_of(bundle)), read_probes(bundle.file(PROBES))
+    promised, probes = promise_of(bundle), read_probes(bundle.file(PROBES))
     exact = bundle.manifest.precision == "fp32"
     parity = verified(engine, probes) if exact and thorough else None
     quantized = bundle.manifest.quantization is not None

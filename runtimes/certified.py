@@ -1,10 +1,11 @@
 """What a bundle was worth where it was exported, by its certificate, and whether it still is here. No torch."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from fatdeploy.bundle import PARITY, Bundle
+from fatdeploy.bundle import Bundle
+from fatdeploy.certificate import HalfParity, read_certificate
 from fatdeploy.errors import BundleError
+from fatdeploy.manifest import PARITY
 from fatdeploy.runtimes.fidelity import Fidelity
 
 # How many tokens fewer another CPU may have where there is no bar: a part of all, and of few tokens at least so many.
@@ -14,7 +15,7 @@ ROUNDED_SHARE, ROUNDED_TOKENS = 0.01, 3
 
 
 @dataclass(frozen=True)
-class Certified:
+class Promise:
     """The share of the reference's tokens where a bundle was exported; ``bar`` is None if there was none to reach."""
 
     share: float
@@ -32,20 +33,14 @@ class Certified:
         return f"{here} and {recorded}, of which another CPU's rounding explains {allowed:.0f} tokens at most"
 
 
-def certified(bundle: Bundle, certificate: dict[str, Any]) -> Certified:
-    """Return what the certificate of a bundle says of its tokens; fp32 has all of them, or it was not exported."""
-    try:
-        if bundle.manifest.quantization is not None:
-            gate = certificate["gate"]
-            bar, enforced, share = float(gate["bar"]), bool(gate["enforced"]), float(gate["agreement"]["share"])
-            return Certified(share, bar if enforced else None)
-        if bundle.manifest.precision == "fp32":
-            return Certified(1.0, 1.0)
-        parity = certificate["parity"]
-        least = parity["least_agreement"]
-        return Certified(float(parity["agreement"]), None if least is None else float(least))
-    except (KeyError, TypeError, ValueError) as error:
-        what = "the gate" if bundle.manifest.quantization is not None else "the agreement"
-        raise BundleError(
-            f"{bundle.path / PARITY} says nothing of {what} ({error}); export the bundle again"
-        ) from error
+def promise_of(bundle: Bundle) -> Promise:
+    """Return what the certificate of a bundle promises; an fp32 bundle has all of the reference's tokens."""
+    path, certificate = bundle.path / PARITY, read_certificate(bundle)
+    if bundle.manifest.quantization is not None:
+        gate = certificate.needed_gate(path)
+        return Promise(gate.agreement.share, gate.bar if gate.enforced else None)
+    if isinstance(certificate.parity, HalfParity):
+        return Promise(certificate.parity.agreement, certificate.parity.least_agreement)
+    if bundle.manifest.precision != "fp32":
+        raise BundleError(f"{path} is the certificate of an fp32 bundle; export the bundle again")
+    return Promise(1.0, 1.0)

@@ -1,13 +1,11 @@
 """Options that commands share: how a bundle is run."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar, get_args
 
 import click
 
-if TYPE_CHECKING:
-    # Not at run time: the doctor must run where numpy, which this imports, is broken.
-    from fatdeploy.runtimes.ort_sessions import Provider
+from fatdeploy.targets import Provider
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -17,7 +15,7 @@ class EngineArguments(TypedDict):
 
     threads: int | None
     spinning: bool
-    providers: "tuple[Provider, ...]"
+    providers: tuple[Provider, ...]
     cuda_graphs: bool
 
 
@@ -37,7 +35,7 @@ def engine_options(command: Command) -> Command:
             "--provider",
             "providers",
             multiple=True,
-            type=click.Choice(["cpu", "cuda", "tensorrt"]),
+            type=click.Choice(get_args(Provider)),
             help="Where onnxruntime runs, what the bundle was exported for unless said; what is not here is an error.",
         ),
         click.option(

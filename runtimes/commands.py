@@ -3,8 +3,9 @@
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
@@ -21,11 +22,12 @@ from fatdeploy.tables import aligned
 if TYPE_CHECKING:
     # Not at run time: the doctor must run where even numpy is broken.
     from fatdeploy.bundle import Bundle
+    from fatdeploy.certificate import LogitAgreement
     from fatdeploy.runtimes.engine import Engine
 
 Batch = TypeVar("Batch")
 # Of a bundle, its engine, the model's source, how many sources, their seed, and what shows how far a list has come.
-LiveComparison = Callable[["Bundle", "Engine[Any]", str, int, int, Callable[..., Any]], dict[str, Any]]
+LiveComparison = Callable[["Bundle", "Engine[Any]", str, int, int, Callable[..., Any]], "LogitAgreement"]
 
 
 @click.command(
@@ -87,7 +89,8 @@ def verify(
     the bar on this CPU, too, and every row of a batch must get what it gets alone.
     """
     # Imported here: the doctor, beside it, must run where even numpy is broken.
-    from fatdeploy.bundle import PROBES, read_bundle
+    from fatdeploy.bundle import read_bundle
+    from fatdeploy.manifest import PROBES
     from fatdeploy.runtimes.engines import opened_engine
     from fatdeploy.runtimes.verify import read_probes, verified
 
@@ -103,27 +106,28 @@ def verify(
         return
     if record:
         raise click.UsageError("--record is for quantized bundles: fp32 gives the reference's tokens on every CPU")
-    parity = verified(running, read_probes(found.file(PROBES))).as_dict()
+    parity = verified(running, read_probes(found.file(PROBES)))
     agreement = None
     if against is not None:
         # Of the exporter, which is imported now: only who asks for the live model needs torch.
         agreement = live_comparison()(found, running, against, count, seed, watched)
     if as_json:
-        click.echo(json.dumps(parity if agreement is None else {**parity, "against": agreement}))
+        live = {} if agreement is None else {"against": asdict(agreement)}
+        click.echo(json.dumps(asdict(parity) | live))
         return
-    click.echo(f"{bundle}: {parity_line(parity)}")
+    click.echo(f"{bundle}: {parity.line()}")
     if agreement is not None:
-        click.echo(f"{bundle} against {against}: {agreement_line(agreement)}")
+        click.echo(f"{bundle} against {against}: {agreement.line()}")
 
 
 def _verify_quantized(
     bundle: "Bundle", engine: "Engine[Any]", *, as_json: bool, record: bool, against: str | None
 ) -> None:
-    from fatdeploy.runtimes.gate import certificate_of, recorded_here, verified_quantized
+    from fatdeploy.runtimes.gate import recorded_here, verified_quantized
 
     if against is not None:
         raise click.UsageError("--against compares logits of fp32: a quantized bundle is judged by its gate")
-    found = verified_quantized(engine, bundle, certificate_of(bundle))
+    found = verified_quantized(engine, bundle)
     if record:
         recorded_here(bundle, found["share"])
     if as_json:
@@ -153,55 +157,16 @@ def inspect(bundle: Path, as_json: bool) -> None:
 
     Every file is checked against its hash first; no graph is opened.
     """
-    from fatdeploy.bundle import read_bundle
-    from fatdeploy.runtimes.inspection import inspected, inspection_lines
+    import fatdeploy
 
-    found = inspected(read_bundle(bundle))
-    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(inspection_lines(found)))
+    inspection = fatdeploy.inspect(bundle)
+    click.echo(json.dumps(inspection.as_dict(), indent=2) if as_json else "\n".join(inspection.lines()))
 
 
 def watched(batches: list[Batch]) -> AbstractContextManager[Iterable[Batch]]:
     """Show on standard error how far a list has come, unless nobody looks or --quiet was given."""
     quiet = not logging.getLogger("fatdeploy").isEnabledFor(logging.WARNING)
     return click.progressbar(batches, label="comparing", file=sys.stderr, hidden=quiet or not sys.stderr.isatty())
-
-
-def agreement_line(agreement: Mapping[str, Any]) -> str:
-    """Return the result of a comparison with a live model in one line."""
-    return (
-        f"{agreement['tokens']} tokens of {agreement['rows']} random sources agree but for {agreement['ties']} ties; "
-        f"all logits within {agreement['largest_difference']:.1e} ({agreement['largest_of_bound']:.0%} of the bound), "
-        f"smallest margin {agreement['smallest_margin']:.1e}"
-    )
-
-
-def gate_line(precision: str, gate: Mapping[str, Any]) -> str:
-    """Return in one line how close a quantized bundle is to the reference."""
-    found, metric = gate["agreement"], gate["metric"]
-    said = (
-        f"{precision}: {found['share']:.2%} of {found['tokens']} tokens and {found['same_sequences']} of "
-        f"{found['sequences']} targets are the reference's"
-    )
-    if metric is not None:
-        said += f", {metric['name']} {metric['quantized']:.2f} (reference {metric['reference']:.2f})"
-    if gate["kept"]:
-        said += f"; kept in a higher precision: {', '.join(gate['kept'])}"
-    return said if gate["enforced"] else f"{said} (random weights: reported, no bar)"
-
-
-def parity_line(parity: Mapping[str, Any]) -> str:
-    """Return a comparison's result in one line."""
-    if "same" in parity:
-        return (
-            f"{parity['same']} of {parity['tokens']} tokens of {parity['rows']} rows ({parity['agreement']:.2%}) are "
-            f"the reference's, each after its own; logits up to {parity['largest_logit']:.1f} within "
-            f"{parity['largest_difference']:.1e}, in a batch and alone within {parity['largest_difference_alone']:.1e}"
-        )
-    return (
-        f"{parity['tokens']} tokens of {parity['rows']} rows are the reference's; chosen logits within "
-        f"{parity['largest_difference']:.1e} (bound {parity['bound']:.1e}), "
-        f"smallest margin {parity['smallest_margin']:.1e}"
-    )
 
 
 def report_lines(report: Report) -> Iterator[str]:

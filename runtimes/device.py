@@ -8,7 +8,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fatdeploy.plans import Flavour, PlanRecord
+from fatdeploy.plans import PlanRecord
+from fatdeploy.targets import Flavour
 
 Bytes = NDArray[np.uint8]
 Shape = tuple[int, ...]

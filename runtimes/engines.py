@@ -3,21 +3,12 @@
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from fatdeploy.bundle import Bundle, Target
+from fatdeploy.bundle import Bundle
 from fatdeploy.errors import ConfigError
-from fatdeploy.plans import Flavour
 from fatdeploy.runtimes.batching import MostSources
 from fatdeploy.runtimes.engine import Engine
 from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.ort_sessions import Provider, providers_of
-
-# Targets that have plans, and the package that runs them; the others are onnxruntime's.
-PLANNED: dict[Target, Flavour] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt-rtx"}
-
-
-def has_plans(bundle: Bundle) -> bool:
-    """Whether TensorRT runs a bundle, and not onnxruntime."""
-    return bundle.manifest.target in PLANNED
+from fatdeploy.targets import TARGETS, Provider
 
 
 def opened_engine(
@@ -29,10 +20,10 @@ def opened_engine(
     cuda_graphs: bool = True,
 ) -> Engine[Any]:
     """Return the engine that a bundle was exported for; an option that it has no use for is refused."""
-    flavour = PLANNED.get(bundle.manifest.target)
-    if flavour is None:
+    record = TARGETS[bundle.manifest.target]
+    if record.flavour is None:
         _check_unused(bundle, {"cuda_graphs": cuda_graphs is not True})
-        return OrtEngine(bundle, threads=threads, spinning=spinning, providers=providers_of(bundle, providers))
+        return OrtEngine(bundle, threads=threads, spinning=spinning, providers=providers or record.providers)
     _check_unused(
         bundle,
         {"threads": threads is not None, "spinning": spinning is not True, "providers": bool(providers)},
@@ -41,7 +32,7 @@ def opened_engine(
     from fatdeploy.runtimes.cuda_device import opened_device
     from fatdeploy.runtimes.trt import TrtEngine
 
-    return TrtEngine(bundle, opened_device(flavour), capture=cuda_graphs)
+    return TrtEngine(bundle, opened_device(record.flavour), capture=cuda_graphs)
 
 
 @runtime_checkable

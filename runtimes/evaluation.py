@@ -8,8 +8,8 @@ from itertools import islice
 from pathlib import Path
 from time import perf_counter
 
-from fatdeploy.bundle import TOKENIZER
 from fatdeploy.errors import ConfigError
+from fatdeploy.manifest import TOKENIZER
 from fatdeploy.pairs import Pair, error_of_lines
 from fatdeploy.runtimes.hypothesis import Hypothesis
 from fatdeploy.runtimes.metrics import METRICS, Score

@@ -1,26 +1,28 @@
 """How close a quantized bundle is to the reference, on sources that came with it; needs no torch."""
 
-import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fatdeploy.bundle import GATE, PARITY, WEIGHTS_ALONE, Bundle, CpuClass, Quantization, write_manifest
+from fatdeploy.bundle import Bundle, write_manifest
+from fatdeploy.certificate import CpuCheck, TokenAgreement, read_certificate, write_certificate
 from fatdeploy.errors import BundleError, ParityFailed
 from fatdeploy.folders import replaced_folder
 from fatdeploy.machine import Machine, this_machine
-from fatdeploy.runtimes.certified import certified
+from fatdeploy.manifest import GATE, PARITY, WEIGHTS_ALONE, Quantization
+from fatdeploy.runtimes.certified import promise_of
 from fatdeploy.runtimes.decode import decode
 from fatdeploy.runtimes.engine import Capacity, Engine, Floats, State
 from fatdeploy.runtimes.fidelity import Fidelity
 from fatdeploy.runtimes.lockstep import step_logits
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.spec import Mask, ModelSpec, Tokens
+from fatdeploy.targets import CpuClass
 
 BATCH = 32
 # Steps of all rows of a batch, the longest counted for each: their logits are in memory at once.
@@ -66,24 +68,6 @@ class Material:
         """Which tokens count, [n, T]."""
         counts: NDArray[np.bool_] = np.arange(self.tokens.shape[1]) < self.lengths[:, None]
         return counts
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """How often an engine says what the reference says: each step after the reference's own tokens, and by itself."""
-
-    tokens: int
-    same_tokens: int
-    sequences: int
-    same_sequences: int
-
-    @property
-    def share(self) -> float:
-        """The share of steps with the reference's token."""
-        return self.same_tokens / self.tokens
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "share": self.share}
 
 
 def write_material(path: Path, material: Material) -> None:
@@ -141,11 +125,11 @@ def _read(material: Material, spec: ModelSpec) -> Tokens:
     return read
 
 
-def agreement_of(engine: Engine[State], material: Material) -> Agreement:
+def token_agreement(engine: Engine[State], material: Material) -> TokenAgreement:
     """Return how far an engine agrees with the reference's targets."""
     sequences = sum(_same_sequences(engine, batch) for batch in material.batches())
     forced = forced_fidelity(engine, material)
-    return Agreement(forced.tokens, forced.same, len(material.lengths), sequences)
+    return TokenAgreement(forced.tokens, forced.same, len(material.lengths), sequences)
 
 
 def forced_fidelity(engine: Engine[State], material: Material) -> Fidelity:
@@ -200,32 +184,15 @@ def check_rows(engine: Engine[State], material: Material, precision: str) -> flo
     return largest
 
 
-def certificate_of(bundle: Bundle) -> dict[str, Any]:
-    """Return the certificate of a bundle."""
-    try:
-        certificate = json.loads(bundle.file(PARITY).read_text())
-        if not isinstance(certificate, dict):
-            raise TypeError(f"expected an object, found {type(certificate).__name__}")
-    except (OSError, ValueError, TypeError) as error:
-        raise BundleError(f"{bundle.path / PARITY} cannot be read: {error}; export the bundle again") from error
-    return certificate
-
-
 def recorded_here(bundle: Bundle, share: float) -> None:
     """Add this machine's kind of CPU to a bundle's certificate, in the place of an earlier entry of the same kind."""
-    certificate, here = certificate_of(bundle), checked_on(share)
-    try:
-        others = [one for one in certificate.get("checked_on", []) if one.get("cpu_class") != here["cpu_class"]]
-    except (TypeError, AttributeError) as error:
-        raise BundleError(
-            f"{bundle.path / PARITY} does not say where it was checked ({error}); export the bundle again"
-        ) from error
-    certificate["checked_on"] = [*others, here]
+    certificate, here = read_certificate(bundle), checked_on(share)
+    others = [check for check in certificate.checked_on if check.cpu_class != here.cpu_class]
     with replaced_folder(bundle.path, force=True) as new:
         for name in (name for name in bundle.manifest.files if name != PARITY):
             (new / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(bundle.file(name), new / name)
-        (new / PARITY).write_text(json.dumps(certificate, indent=2, sort_keys=True) + "\n")
+        write_certificate(new, replace(certificate, checked_on=(*others, here)))
         write_manifest(new, bundle.manifest)
         # Files that are none of the bundle's are somebody's: they stay, and stay unlisted.
         shutil.copytree(
@@ -239,10 +206,10 @@ def recorded_here(bundle: Bundle, share: float) -> None:
         )
 
 
-def checked_on(share: float) -> dict[str, Any]:
+def checked_on(share: float) -> CpuCheck:
     """Return the entry of a certificate that says on which kind of CPU a bundle was checked, and what came of it."""
     machine = this_machine()
-    return {"cpu_class": cpu_class(machine), "machine": machine.as_dict(), "share": share}
+    return CpuCheck(cpu_class(machine), share, machine)
 
 
 def cpu_class(machine: Machine) -> CpuClass | None:
@@ -255,13 +222,14 @@ def cpu_class(machine: Machine) -> CpuClass | None:
     return "x86-avx2" if "avx2" in features else None
 
 
-def verified_quantized(engine: Engine[State], bundle: Bundle, certificate: dict[str, Any]) -> dict[str, Any]:
+def verified_quantized(engine: Engine[State], bundle: Bundle) -> dict[str, Any]:
     """Return how close a quantized bundle is to the reference here; below what its certificate says is ParityFailed."""
-    promised = certified(bundle, certificate)
+    gate = read_certificate(bundle).needed_gate(bundle.path / PARITY)
+    promised = promise_of(bundle)
     material = read_material(bundle)
     apart = check_rows(engine, material, row_kind(bundle.manifest.precision, bundle.manifest.quantization))
-    found = agreement_of(engine, material)
+    found = token_agreement(engine, material)
     if (reason := promised.lost(Fidelity(found.tokens, found.same_tokens))) is not None:
         raise ParityFailed(f"{reason}: this CPU computes something else; export again with --cpu any, or in fp32")
-    gate = {"recorded_share": promised.share, "bar": float(certificate["gate"]["bar"])}
-    return {**found.as_dict(), **gate, "enforced": promised.bar is not None, "row_difference": apart}
+    recorded = {"recorded_share": gate.agreement.share, "bar": gate.bar, "enforced": gate.enforced}
+    return {**asdict(found), **recorded, "row_difference": apart}

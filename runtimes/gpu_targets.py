@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from fatdeploy.runtimes.cuda_devices import Cuda
-from fatdeploy.runtimes.packages import CUDA_PYTHON, GPU_RUNTIME, TENSORRT, TENSORRT_RTX, Package
+from fatdeploy.targets import TARGETS, TargetRecord
 
 DEVICE = "a CUDA device"
 
@@ -14,7 +14,7 @@ class Work:
     """Something that is done with a target: the packages that it takes, and whether it takes a GPU."""
 
     name: str
-    packages: tuple[Package, ...]
+    packages: tuple[str, ...]
     needs_device: bool = True
 
 
@@ -34,22 +34,21 @@ class Ability:
         return {"target": self.target, "work": self.work, "works": self.works, "missing": list(self.missing)}
 
 
-# RTX compiles ahead of time, for compute capabilities that are named; TensorRT makes plans on the GPU they are for.
-WORKS: dict[str, tuple[Work, ...]] = {
-    "ort-cuda": (Work("run", (GPU_RUNTIME,)),),
-    "tensorrt": (Work("build engines", (TENSORRT,)), Work("run", (TENSORRT, CUDA_PYTHON))),
-    "tensorrt-rtx": (
-        Work("build engines", (TENSORRT_RTX,), needs_device=False),
-        Work("run", (TENSORRT_RTX, CUDA_PYTHON)),
-    ),
-}
-
-
 def abilities(whole: Collection[str], cuda: Cuda) -> tuple[Ability, ...]:
     """Return what can be done with each target, given the packages that are here and not broken."""
     return tuple(
-        Ability(target, work.name, _missing(work, whole, cuda)) for target, works in WORKS.items() for work in works
+        Ability(record.name, work.name, _missing(work, whole, cuda))
+        for record in TARGETS.values()
+        if record.needs_gpu
+        for work in works_of(record)
     )
+
+
+def works_of(record: TargetRecord) -> tuple[Work, ...]:
+    """Return what is done with a target on a machine with a GPU."""
+    build = Work("build engines", record.build_packages, needs_device=not record.builds_ahead)
+    run = Work("run", record.run_packages)
+    return (build, run) if record.build_packages else (run,)
 
 
 def ability_line(ability: Ability) -> tuple[str, str, str]:
@@ -59,7 +58,7 @@ def ability_line(ability: Ability) -> tuple[str, str, str]:
 
 
 def _missing(work: Work, whole: Collection[str], cuda: Cuda) -> tuple[str, ...]:
-    missing = [package.name for package in work.packages if package.name not in whole]
+    missing = [name for name in work.packages if name not in whole]
     if work.needs_device and not cuda.devices:
         missing.append(DEVICE)
     return tuple(missing)

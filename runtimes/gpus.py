@@ -6,12 +6,8 @@ import subprocess
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fatdeploy.bundle import Target
 from fatdeploy.runtimes.cuda_devices import Cuda, cuda_here
 
-# Those whose engines can record steps as CUDA graphs, and all that compute on a GPU.
-CAPTURING: frozenset[Target] = frozenset({"tensorrt", "tensorrt-rtx"})
-GPU_TARGETS: frozenset[Target] = CAPTURING | {"ort-cuda"}
 TOOL = "nvidia-smi"
 # Our names for the tool's; the second of each is a number.
 ASKED = {

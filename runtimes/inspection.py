@@ -1,101 +1,125 @@
 """What a bundle is, from its manifest and certificate alone. Opens no graph, needs no engine."""
 
-import json
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from fatdeploy.bundle import DECODER, EMBEDDING, ENCODER, PARITY, Bundle
-from fatdeploy.errors import BundleError
+from fatdeploy.bundle import Bundle, read_bundle
+from fatdeploy.certificate import Certificate, CpuCheck, HalfParity, read_certificate
+from fatdeploy.manifest import DECODER, EMBEDDING, ENCODER, PARITY, Quantization
 from fatdeploy.records import json_from_record
+from fatdeploy.spec import ModelSpec, TensorSpec
 from fatdeploy.tables import aligned
 
 
-def inspected(bundle: Bundle) -> dict[str, Any]:
-    """Return everything that there is to say of a bundle, as JSON values."""
-    manifest, spec = bundle.manifest, bundle.spec
-    branches = manifest.dialect == "ort"
-    graphs = {
-        ENCODER: (spec.encoder_inputs(), spec.encoder_outputs()),
-        DECODER: (spec.decoder_inputs(branches=branches), spec.decoder_outputs()),
-    }
-    fixed = spec.fixed_axes(branches=branches)
-    return {
-        **json_from_record(manifest),
-        "digest": bundle.digest,
-        "bytes": bundle.total_bytes,
-        "parameters": sum(group.parameters for group in manifest.weights.values()),
-        "graphs": {
-            name: {
-                "inputs": [json_from_record(one.fixed(fixed)) for one in inputs],
-                "outputs": [json_from_record(one.fixed(fixed)) for one in outputs],
-                "ops": manifest.histograms.get(name, {}),
-            }
-            for name, (inputs, outputs) in graphs.items()
-        },
-        "certificate": _certificate(bundle),
-    }
+@dataclass(frozen=True)
+class Graph:
+    """The contract of one graph, and its operators counted after each stage of the export."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    ops: dict[str, dict[str, int]]
 
 
-def _certificate(bundle: Bundle) -> Any:
-    if PARITY not in bundle.manifest.files:
-        return None
-    try:
-        certificate = json.loads(bundle.file(PARITY).read_text())
-        # All that is shown of it must be there.
-        _verified(certificate)
-        _checked_on(certificate)
-    except (ValueError, LookupError, TypeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise BundleError(f"{bundle.path / PARITY} cannot be read: {reason}; export the bundle again") from error
-    return certificate
+@dataclass(frozen=True)
+class Inspection:
+    """A bundle whose files are what its manifest says, and its certificate if it has one."""
+
+    bundle: Bundle
+    certificate: Certificate | None
+
+    @property
+    def parameters(self) -> int:
+        """The number of weights; weights that parts share are counted once."""
+        return sum(group.parameters for group in self.bundle.manifest.weights.values())
+
+    @property
+    def graphs(self) -> dict[str, Graph]:
+        """The contract of each graph."""
+        manifest, spec = self.bundle.manifest, self.bundle.spec
+        tensors = {
+            ENCODER: (spec.encoder_inputs(), spec.encoder_outputs()),
+            DECODER: (spec.decoder_inputs(branches=manifest.branches), spec.decoder_outputs()),
+        }
+        sizes = spec.fixed_axes(branches=manifest.branches)
+        return {
+            name: Graph(
+                tuple(tensor.fixed(sizes) for tensor in inputs),
+                tuple(tensor.fixed(sizes) for tensor in outputs),
+                manifest.histograms.get(name, {}),
+            )
+            for name, (inputs, outputs) in tensors.items()
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON values."""
+        return {
+            **json_from_record(self.bundle.manifest),
+            "digest": self.bundle.digest,
+            "bytes": self.bundle.total_bytes,
+            "parameters": self.parameters,
+            "graphs": json_from_record(self.graphs),
+            "certificate": None if self.certificate is None else self.certificate.as_dict(),
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield sections for a human."""
+        yield from ["Bundle", *aligned(_bundle_rows(self), indent=2), ""]
+        yield from ["Model", *aligned(_model_rows(self.bundle.spec), indent=2), ""]
+        for name, graph in self.graphs.items():
+            yield from [name, *aligned(_tensor_rows(graph), indent=2), *_op_lines(graph.ops), ""]
+        yield from ["Weights", *aligned(_weight_rows(self.bundle), indent=2), ""]
+        yield from ["Origin", *aligned(_origin_rows(self), indent=2)]
 
 
-def inspection_lines(found: dict[str, Any]) -> Iterator[str]:
-    """Yield sections for a human."""
-    yield from ["Bundle", *aligned(_bundle_rows(found), indent=2), ""]
-    yield from ["Model", *aligned(_model_rows(found["spec"]), indent=2), ""]
-    for name, graph in found["graphs"].items():
-        yield from [name, *aligned(_tensor_rows(graph), indent=2), *_op_lines(graph["ops"]), ""]
-    yield from ["Weights", *aligned(_weight_rows(found["weights"]), indent=2), ""]
-    yield from ["Origin", *aligned(_origin_rows(found), indent=2)]
+def inspect(path: str | Path) -> Inspection:
+    """Return what a bundle holds; every file is checked against its hash first, and no graph is opened."""
+    return inspected(read_bundle(path))
 
 
-def _bundle_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    yield "target", f"{found['target']} ({found['dialect']} dialect, opset {found['opset']})"
-    yield "precision", found["precision"] + _quantized(found["quantization"])
-    yield "size", f"{found['bytes'] / 1e6:.1f} MB in {len(found['files']) + 1} files"
-    yield "parameters", f"{found['parameters']:,}"
-    yield "digest", found["digest"]
+def inspected(bundle: Bundle) -> Inspection:
+    """Return a bundle with its certificate."""
+    return Inspection(bundle, read_certificate(bundle) if PARITY in bundle.manifest.files else None)
 
 
-def _quantized(quantization: dict[str, Any] | None) -> str:
-    """Say for which CPUs a bundle's integers are, and how many matrices are stored in which way."""
+def _bundle_rows(inspection: Inspection) -> Iterator[tuple[str, ...]]:
+    bundle, manifest = inspection.bundle, inspection.bundle.manifest
+    yield "target", f"{manifest.target} ({manifest.dialect} dialect, opset {manifest.opset})"
+    yield "precision", manifest.precision + _quantized(manifest.quantization)
+    yield "size", f"{bundle.total_bytes / 1e6:.1f} MB in {len(manifest.files) + 1} files"
+    yield "parameters", f"{inspection.parameters:,}"
+    yield "digest", bundle.digest
+
+
+def _quantized(quantization: Quantization | None) -> str:
+    """Return for which CPUs a bundle's integers are, and how many matrices are stored in which way."""
     if quantization is None:
         return ""
-    matrices = {name: kind for name, kind in quantization["matrices"].items() if name != EMBEDDING}
+    matrices = {name: kind for name, kind in quantization.matrices.items() if name != EMBEDDING}
     kinds = [f"{count} {kind}" for kind, count in sorted(Counter(matrices.values()).items())]
-    embedding = quantization["matrices"].get(EMBEDDING)
+    embedding = quantization.matrices.get(EMBEDDING)
     return (
-        f" for --cpu {quantization['cpu']} ({quantization['weight_bits']}-bit weights in int8); "
+        f" for --cpu {quantization.cpu} ({quantization.weight_bits}-bit weights in int8); "
         f"{len(matrices)} matrices: {', '.join(kinds)}" + (f"; embedding {embedding}" if embedding else "")
     )
 
 
-def _model_rows(spec: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    yield "vocabulary", f"{spec['vocab_size']:,} (pad {spec['pad_id']}, bos {spec['bos_id']}, eos {spec['eos_id']})"
-    yield "longest", f"source {spec['max_source']}, target {spec['max_target']}"
-    yield "decoding", spec["decoding"] + (f", length from {spec['length']}" if spec["decoding"] == "parallel" else "")
-    yield "target order", spec["target_order"].replace("_", " ")
-    yield "best tokens", str(spec["top_k"])
-    if spec["alignment"]:
-        yield "alignments", f"cross-attention of layer {spec['alignment']['layer']}"
+def _model_rows(spec: ModelSpec) -> Iterator[tuple[str, ...]]:
+    yield "vocabulary", f"{spec.vocab_size:,} (pad {spec.pad_id}, bos {spec.bos_id}, eos {spec.eos_id})"
+    yield "longest", f"source {spec.max_source}, target {spec.max_target}"
+    yield "decoding", spec.decoding + (f", length from {spec.length}" if spec.decoding == "parallel" else "")
+    yield "target order", spec.target_order.replace("_", " ")
+    yield "best tokens", str(spec.top_k)
+    if spec.alignment is not None:
+        yield "alignments", f"cross-attention of layer {spec.alignment.layer}"
 
 
-def _tensor_rows(graph: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    for kind, tensors in (("in", graph["inputs"]), ("out", graph["outputs"])):
-        for one in tensors:
-            yield kind, one["name"], one["dtype"], f"[{', '.join(map(str, one['shape']))}]"
+def _tensor_rows(graph: Graph) -> Iterator[tuple[str, ...]]:
+    for kind, tensors in (("in", graph.inputs), ("out", graph.outputs)):
+        for tensor in tensors:
+            yield kind, tensor.name, tensor.dtype, f"[{', '.join(map(str, tensor.shape))}]"
 
 
 def _op_lines(ops: dict[str, dict[str, int]]) -> Iterator[str]:
@@ -105,37 +129,37 @@ def _op_lines(ops: dict[str, dict[str, int]]) -> Iterator[str]:
         yield f"  {stage}: {sum(counts.values())} ops: {', '.join(f'{count} {name}' for name, count in most)}"
 
 
-def _weight_rows(weights: dict[str, dict[str, int]]) -> Iterator[tuple[str, ...]]:
+def _weight_rows(bundle: Bundle) -> Iterator[tuple[str, ...]]:
     yield "part", "tensors", "parameters", "MB"
-    for name, group in sorted(weights.items(), key=lambda entry: -entry[1]["bytes"]):
-        yield name or "(none)", str(group["tensors"]), f"{group['parameters']:,}", f"{group['bytes'] / 1e6:.2f}"
+    for name, group in sorted(bundle.manifest.weights.items(), key=lambda entry: -entry[1].bytes):
+        yield name or "(none)", str(group.tensors), f"{group.parameters:,}", f"{group.bytes / 1e6:.2f}"
 
 
-def _origin_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    source, certificate = found["source"], found["certificate"]
-    yield "source", source["name"]
-    yield "weights", f"sha256 {source['sha256']}"
-    yield "licence", source["licence"] or "not said"
-    yield "made with", ", ".join(f"{name} {version}" for name, version in sorted(found["versions"].items()))
-    if certificate:
+def _origin_rows(inspection: Inspection) -> Iterator[tuple[str, ...]]:
+    manifest, certificate = inspection.bundle.manifest, inspection.certificate
+    yield "source", manifest.source.name
+    yield "weights", f"sha256 {manifest.source.sha256}"
+    yield "licence", manifest.source.licence or "not given"
+    yield "made with", ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items()))
+    if certificate is not None:
         yield "verified", _verified(certificate)
-        if certificate.get("checked_on"):
-            yield "checked on", _checked_on(certificate)
+        if certificate.checked_on:
+            yield "checked on", ", ".join(map(_checked, certificate.checked_on))
 
 
-def _verified(certificate: dict[str, Any]) -> str:
-    parity, cpu = certificate["parity"], certificate["machine"]["cpu"] or "an unknown CPU"
+def _verified(certificate: Certificate) -> str:
+    parity, cpu = certificate.parity, certificate.machine.cpu or "an unknown CPU"
     # Half precision has some of the reference's tokens, fp32 all.
-    some = f"{parity['same']} of " if "same" in parity else ""
-    exact = f"{some}{parity['tokens']} tokens of {parity['rows']} rows on {cpu}, {certificate['engine']}"
-    if "gate" not in certificate:
+    some = f"{parity.same} of " if isinstance(parity, HalfParity) else ""
+    exact = f"{some}{parity.tokens} tokens of {parity.rows} rows on {cpu}, {certificate.engine}"
+    gate = certificate.gate
+    if gate is None:
         return exact
-    gate, precision = certificate["gate"], certificate["precision"]
-    found, bar = gate["agreement"], f"the bar was {gate['bar']:.2%}" if gate["enforced"] else "random weights: no bar"
-    return f"{precision}: {found['share']:.2%} of {found['tokens']} tokens ({bar}); before, in fp32: {exact}"
+    bar = f"the bar was {gate.bar:.2%}" if gate.enforced else "random weights: no bar"
+    counts = f"{gate.agreement.share:.2%} of {gate.agreement.tokens} tokens"
+    return f"{certificate.precision}: {counts} ({bar}); before, in fp32: {exact}"
 
 
-def _checked_on(certificate: dict[str, Any]) -> str:
-    """Say on which kinds of CPU a quantized bundle was checked, and how close it was there."""
-    entries = certificate.get("checked_on", [])
-    return ", ".join(f"{one['cpu_class'] or 'an unknown CPU'} ({one['share']:.2%})" for one in entries)
+def _checked(check: CpuCheck) -> str:
+    """Return a kind of CPU, and how close a quantized bundle was there."""
+    return f"{check.cpu_class or 'an unknown CPU'} ({check.share:.2%})"

@@ -1,12 +1,13 @@
 """Two engines side by side, both fed what the first one chose: every logit of every step is compared. No torch."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fatdeploy.certificate import LogitAgreement
 from fatdeploy.errors import ParityFailed
 from fatdeploy.runtimes.engine import Capacity, Floats, State, Stepper, Want
 from fatdeploy.spec import Mask, Tokens
@@ -63,21 +64,6 @@ class Comparison:
         )
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """How close an engine is to the reference over several comparisons without a miss."""
-
-    rows: int
-    tokens: int
-    ties: int
-    largest_difference: float
-    largest_of_bound: float  # the same, as a part of its bound
-    smallest_margin: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
 def compared(engine: Stepper[Any], reference: Stepper[Any], source: Tokens, mask: Mask, steps: int) -> Comparison:
     """Return what an engine and the reference say of a batch; both read the reference's tokens, EOS ends nothing."""
     # Only a few numbers of each step's logits are kept: all of them would be half a gigabyte for a base model.
@@ -94,13 +80,13 @@ def compared(engine: Stepper[Any], reference: Stepper[Any], source: Tokens, mask
     return Comparison(expected, found, chosen, differences, margins, NOISE * np.maximum(1.0, sizes.max(1)))
 
 
-def agreement_of(comparisons: Sequence[Comparison]) -> Agreement:
+def logit_agreement(comparisons: Sequence[Comparison]) -> LogitAgreement:
     """Return what comparisons found; a miss is ParityFailed."""
     for index, one in enumerate(comparisons):
         place = one.first_miss
         if place is not None:
             raise ParityFailed(f"batch {index}, {one.described(*place)}")
-    return Agreement(
+    return LogitAgreement(
         rows=sum(len(one.expected) for one in comparisons),
         tokens=sum(one.expected.size for one in comparisons),
         ties=int(sum(one.ties.sum() for one in comparisons)),

@@ -13,21 +13,23 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from fatdeploy.bundle import TOKENIZER, Bundle, read_bundle
+from fatdeploy.bundle import Bundle, read_bundle
 from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, in_one_line
+from fatdeploy.manifest import TOKENIZER
 from fatdeploy.runtimes.batching import batches_of
 from fatdeploy.runtimes.decode import Decoding, check_sources, row_of, wrong_source
 from fatdeploy.runtimes.deltas import Deltas
 from fatdeploy.runtimes.engine import Engine
-from fatdeploy.runtimes.engines import has_plans, most_sources_of, opened_engine
+from fatdeploy.runtimes.engines import most_sources_of, opened_engine
 from fatdeploy.runtimes.hypothesis import Hypothesis
 from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.ort_sessions import Provider, onnxruntime_module
+from fatdeploy.runtimes.ort_sessions import onnxruntime_module
 from fatdeploy.runtimes.stops import cut_text
 from fatdeploy.runtimes.streaming import Stream
 from fatdeploy.runtimes.text import Encoded, Tokenizer, tokenizer_from_file
 from fatdeploy.runtimes.tokenizer_files import UNK
 from fatdeploy.spec import ModelSpec, Tokens
+from fatdeploy.targets import TARGETS, Provider
 
 Source = str | Sequence[int] | Tokens
 
@@ -60,7 +62,7 @@ def load(
     """
     bundle = read_bundle(path, check_hashes=check_hashes)
     engine = opened_engine(bundle, threads=threads, spinning=spinning, providers=providers, cuda_graphs=cuda_graphs)
-    if not has_plans(bundle):
+    if TARGETS[bundle.manifest.target].engine == "onnxruntime":
         _warn_of_version(bundle, onnxruntime_module().__version__)
     return Model(bundle, engine)
 

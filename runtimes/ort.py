@@ -8,9 +8,10 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from fatdeploy.bundle import DECODER, ENCODER, Bundle
+from fatdeploy.bundle import Bundle
 from fatdeploy.errors import ConfigError, FatdeployError
 from fatdeploy.machine import usable_cores
+from fatdeploy.manifest import DECODER, ENCODER
 from fatdeploy.runtimes.buffers import BufferPool, Buffers
 from fatdeploy.runtimes.engine import (
     Capacity,
@@ -85,7 +86,7 @@ class OrtEngine:
         self._ort = onnxruntime_module()
         self._bundle = bundle
         self.spec: ModelSpec = bundle.spec
-        self.branches = bundle.manifest.dialect == "ort"
+        self.branches = bundle.manifest.branches
         self.pool = BufferPool()
         check_saturation(self._ort, bundle)
         self._sessions: Sessions | None = opened_sessions(self._ort, bundle, options)

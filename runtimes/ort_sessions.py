@@ -7,10 +7,11 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, TypedDict, get_args
 
-from fatdeploy.bundle import DECODER, ENCODER, Bundle
+from fatdeploy.bundle import Bundle
 from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, in_one_line
+from fatdeploy.manifest import DECODER, ENCODER
 from fatdeploy.runtimes.packages import (
     CONFLICT,
     CONFLICT_FIX,
@@ -20,8 +21,7 @@ from fatdeploy.runtimes.packages import (
     installed_versions,
 )
 from fatdeploy.spec import TensorSpec
-
-Provider = Literal["cpu", "cuda", "tensorrt"]
+from fatdeploy.targets import Provider
 
 PROVIDERS: dict[Provider, str] = {
     "cpu": "CPUExecutionProvider",
@@ -79,13 +79,6 @@ class OrtKeywords(TypedDict, total=False):
     cuda_graphs: bool
 
 
-def providers_of(bundle: Bundle, asked: Sequence[Provider] | None = None) -> Sequence[Provider]:
-    """Return the providers that were asked for, or where a bundle of this target is meant to run."""
-    if asked:
-        return asked
-    return ("cuda",) if bundle.manifest.target == "ort-cuda" else ("cpu",)
-
-
 def _wrong_threads(threads: object) -> list[str]:
     if threads is None or (isinstance(threads, int) and not isinstance(threads, bool) and threads >= 1):
         return []
@@ -140,7 +133,7 @@ def opened_sessions(ort: Any, bundle: Bundle, options: OrtOptions) -> Sessions:
     _check_available(ort, options)
     _check_bfloat16(bundle, options)
     encoder, decoder = (_session(ort, bundle, name, options) for name in (ENCODER, DECODER))
-    spec, branches = bundle.spec, bundle.manifest.dialect == "ort"
+    spec, branches = bundle.spec, bundle.manifest.branches
     fixed = spec.fixed_axes(branches=branches)
     inputs, outputs = spec.decoder_inputs(branches=branches), spec.decoder_outputs()
     _check_contract(encoder, ENCODER, spec.encoder_inputs(), spec.encoder_outputs())

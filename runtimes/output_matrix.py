@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fatdeploy.bundle import OUTPUT_MATRIX_SINCE, WEIGHTS, Bundle, OutputMatrix
+from fatdeploy.bundle import Bundle
 from fatdeploy.errors import BundleError, ConfigError
+from fatdeploy.manifest import OUTPUT_MATRIX_SINCE, WEIGHTS, OutputMatrix
 from fatdeploy.runtimes.engine import Floats, Ids, check_ids
 
 # numpy does not know a bfloat16 by name: it is the first half of a float32.

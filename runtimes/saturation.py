@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fatdeploy.bundle import SATURATION, Bundle
+from fatdeploy.bundle import Bundle
 from fatdeploy.errors import BackendUnavailable
+from fatdeploy.manifest import SATURATION
 from fatdeploy.runtimes.ort_sessions import run_failed
 from fatdeploy.spec import SATURATION_INPUT, SATURATION_OUTPUT
 

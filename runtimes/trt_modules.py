@@ -9,12 +9,12 @@ from threading import Lock
 from typing import Any
 
 from fatdeploy.errors import BackendUnavailable
-from fatdeploy.plans import Flavour
+from fatdeploy.runtimes.packages import TENSORRT, TENSORRT_RTX, Package
+from fatdeploy.targets import Flavour
 
 Listener = Callable[[int, str], None]
 
-MODULES: dict[Flavour, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
-EXTRAS: dict[Flavour, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "rtx"}
+BUILDERS: dict[Flavour, Package] = {"tensorrt": TENSORRT, "tensorrt-rtx": TENSORRT_RTX}
 LEVELS = {
     "INTERNAL_ERROR": logging.ERROR,
     "ERROR": logging.ERROR,
@@ -31,11 +31,12 @@ _changing = Lock()
 
 def tensorrt_module(flavour: Flavour) -> Any:
     """Return the Python module of TensorRT or TensorRT-RTX."""
+    package = BUILDERS[flavour]
     try:
-        return importlib.import_module(MODULES[flavour])
+        return importlib.import_module(package.module)
     except ImportError as error:
         raise BackendUnavailable(
-            f"needs {flavour}, which cannot be imported here ({error}): pip install 'fatdeploy[{EXTRAS[flavour]}]'"
+            f"needs {flavour}, which cannot be imported here ({error}): pip install 'fatdeploy[{package.extra}]'"
         ) from error
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fatdeploy.certificate import Parity
 from fatdeploy.errors import BundleError, ParityFailed
 from fatdeploy.runtimes.engine import Engine, Floats, State
 from fatdeploy.runtimes.lockstep import greedy_calls
@@ -24,23 +25,6 @@ class Probe:
     best: Floats  # [B, T], the logit of each token
     bounds: NDArray[np.float64]  # [B], how far two correct fp32 computations of a row's logits may be apart
     margins: NDArray[np.float64]  # [B], the smallest between the best and the second best logit of a row
-
-
-@dataclass(frozen=True)
-class Parity:
-    """What a comparison found, when nothing was wrong."""
-
-    probes: int
-    rows: int
-    tokens: int
-    different_tokens: int
-    largest_difference: float  # of the chosen tokens' logits
-    largest_difference_alone: float  # the same, every row of a batch decoded alone
-    bound: float
-    smallest_margin: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def write_probes(path: Path, probes: Sequence[Probe]) -> None:

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from fatdeploy.bundle import Bundle, Dialect, read_bundle
-from fatdeploy.export.half import Half
-from fatdeploy.export.pipeline import GraphTarget, Origin, write_bundle
+from fatdeploy.bundle import Bundle, read_bundle
+from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.weights import model_from_preset
+from fatdeploy.targets import Dialect, HalfPrecision, Target
 
 # Bundles of these are the same but for the dialect of their graphs.
-TARGETS: dict[Dialect, GraphTarget] = {"ort": "ort-cpu", "standard": "onnx"}
+TARGETS: dict[Dialect, Target] = {"ort": "ort-cpu", "standard": "onnx"}
 # The variable that names the folder which all test processes of a run share.
 SHARED = "FATDEPLOY_TEST_BUNDLES"
 
@@ -34,7 +34,7 @@ def bundle_of(preset: str, dialect: Dialect = "ort") -> Bundle:
 
 
 @cache
-def half_of(preset: str, precision: Half = "fp16") -> Bundle:
+def half_of(preset: str, precision: HalfPrecision = "fp16") -> Bundle:
     """Return the exported preset in half precision."""
     return shared_bundle(
         f"{preset}-{precision}",

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 
-from fatdeploy.bundle import GRAPHS, Bundle, graph_hash, write_manifest
+from fatdeploy.bundle import Bundle, graph_hash, write_manifest
 from fatdeploy.errors import BundleError, DeviceFailed, OutOfDeviceMemory
+from fatdeploy.manifest import GRAPHS
 from fatdeploy.plans import Part, PlanRecord, Profile, SizeRange, inputs_of, outputs_of, plan_file, shapes_of
 from fatdeploy.runtimes.device import ALIGNMENT, Bytes, Here, PlanTensor, Shape, Strips
 from fatdeploy.runtimes.trt import TrtEngine

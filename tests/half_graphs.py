@@ -9,7 +9,8 @@ import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
 from fatdeploy.export.graph_files import graphs_of, read_structure
-from fatdeploy.export.half import Half, in_half
+from fatdeploy.export.half import in_half
+from fatdeploy.targets import HalfPrecision
 
 OPSETS = [helper.make_opsetid("", 24), helper.make_opsetid("com.microsoft", 1)]
 KINDS = {"float32": TensorProto.FLOAT, "bool": TensorProto.BOOL, "int64": TensorProto.INT64}
@@ -48,7 +49,7 @@ def written(
     return path
 
 
-def halved(graph: Path, precision: Half = "fp16", *border: str) -> Path:
+def halved(graph: Path, precision: HalfPrecision = "fp16", *border: str) -> Path:
     """Return the graph's half beside it."""
     return in_half(graph, graph.with_name(f"{precision}.onnx"), precision, border)
 

@@ -4,17 +4,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from fatdeploy.bundle import (
-    DECODER,
-    ENCODER,
-    REQUIRED,
-    Bundle,
-    CpuClass,
-    Manifest,
-    Provenance,
-    Quantization,
-    write_manifest,
-)
+from fatdeploy.bundle import Bundle, write_manifest
 from fatdeploy.export.contract import Choices, Flat, flat_model
 from fatdeploy.export.examples import examples_from_file, random_examples
 from fatdeploy.export.g2p import CALIBRATION, CHECKPOINT, NAME
@@ -23,7 +13,9 @@ from fatdeploy.export.gate import RANDOM_STEPS
 from fatdeploy.export.pipeline import Origin, Plain, trial_of, write_quantized
 from fatdeploy.export.precision import Asked, Integers, Quantizer, Trial
 from fatdeploy.export.sources import model_from_source
+from fatdeploy.manifest import DECODER, ENCODER, REQUIRED, Manifest, Provenance, Quantization
 from fatdeploy.runtimes.text import tokenizer_from_file
+from fatdeploy.targets import CpuClass
 from tests.bundles import bundle_of, model_of, shared_bundle
 from tests.scripted import SPEC
 from tests.words import g2p_bundle

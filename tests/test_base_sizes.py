@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fatdeploy.bundle import Dialect
 from fatdeploy.export.contract import Choices, flat_model
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.pipeline import Origin, write_bundle
@@ -15,6 +14,7 @@ from fatdeploy.export.reference.weights import model_from_preset
 from fatdeploy.runtimes.decode import decode
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.targets import Dialect
 from tests.bundles import TARGETS
 
 # The reference needs minutes for a probe of 512 positions on one core; the graphs are those of the full model.

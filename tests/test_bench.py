@@ -14,12 +14,14 @@ import pytest
 from click.testing import CliRunner, Result
 
 from fatdeploy._version import VERSION
-from fatdeploy.bundle import DECODER, GATE, PARITY, PROBES, Bundle, write_manifest
+from fatdeploy.bundle import Bundle, write_manifest
+from fatdeploy.certificate import HalfParity, read_certificate
 from fatdeploy.cli import main
 from fatdeploy.errors import BenchFailed, BundleError, ConfigError, ParityFailed
 from fatdeploy.export.graph_files import graphs_of
 from fatdeploy.machine import this_machine, usable_cores
-from fatdeploy.runtimes import bench_run, bench_turn
+from fatdeploy.manifest import DECODER, GATE, PARITY, PROBES
+from fatdeploy.runtimes import bench_run, bench_turn, certified
 from fatdeploy.runtimes.bench_html import html_from_report
 from fatdeploy.runtimes.bench_plan import Asked, Plan, Setting, fitting_threads, plans_for
 from fatdeploy.runtimes.bench_rows import rows_of, summary
@@ -326,7 +328,7 @@ def test_of_a_quantized_bundle_the_share_here_stands_beside_the_certified_one(tm
     recorded = json.loads(quantized_of(TINY, "int8").file(PARITY).read_text())["gate"]["agreement"]
     # As on another CPU: one token more than here.
     certified = (recorded["same_tokens"] + 1) / recorded["tokens"]
-    other = quantized_with(tmp_path / "int8", 0, agreement={**recorded, "share": certified})
+    other = quantized_with(tmp_path / "int8", 0, agreement={**recorded, "same_tokens": recorded["same_tokens"] + 1})
     result = bench(other.path, *QUICK, "--json", tmp_path / "out.json", "--html", tmp_path / "out.html")
     assert result.exit_code == 0, result.stderr
     shares = percent(recorded["share"]), percent(certified)
@@ -367,17 +369,19 @@ def test_a_quantized_bundle_that_lost_its_tokens_here_is_not_measured(
 
 def test_no_time_is_recorded_of_half_precision_below_its_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     bundle, half = bundle_of(TINY), half_of(TINY)
-    certificate = json.loads(half.file(PARITY).read_text())
+    certificate = read_certificate(half)
+    parity = certificate.parity
+    assert isinstance(parity, HalfParity)
     monkeypatch.setattr(bench_turn, "token_fidelity", lambda *_: Fidelity(832, 800))
     engine = ScriptedEngine({})
     checked = bench_turn.check(half, engine, thorough=True)
-    assert (checked.fidelity.same, checked.promised.share) == (800, certificate["parity"]["agreement"])
-    certificate["parity"]["least_agreement"] = 0.995
-    monkeypatch.setattr(bench_turn, "certificate_of", lambda _: certificate)
+    assert (checked.fidelity.same, checked.promised.share) == (800, parity.agreement)
+    barred = replace(certificate, parity=replace(parity, least_agreement=0.995))
+    monkeypatch.setattr(certified, "read_certificate", lambda _: barred)
     with pytest.raises(ParityFailed, match=rf"the bar is 99\.50% .*; fatdeploy inspect {half.path}"):
         bench_turn.check(half, engine, thorough=True)
-    certificate["parity"] = json.loads(bundle.file(PARITY).read_text())["parity"]
-    with pytest.raises(BundleError, match=r"parity\.json says nothing of the agreement \('least_agreement'\)"):
+    monkeypatch.setattr(certified, "read_certificate", lambda _: read_certificate(bundle))
+    with pytest.raises(BundleError, match=r"parity\.json is the certificate of an fp32 bundle"):
         bench_turn.check(half, engine, thorough=True)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fatdeploy.bundle import Bundle, Target
+from fatdeploy.bundle import Bundle
 from fatdeploy.errors import BackendUnavailable, ParityFailed
 from fatdeploy.runtimes import bench_turn
 from fatdeploy.runtimes.bench_html import html_from_report
@@ -20,6 +20,7 @@ from fatdeploy.runtimes.cuda_devices import Cuda, CudaDevice
 from fatdeploy.runtimes.fidelity import Fidelity
 from fatdeploy.runtimes.gpus import ASKED, Gpus, gpus_here, records_from_csv
 from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.targets import Target
 from tests.bundles import bundle_of
 from tests.counting_device import on_device
 from tests.test_ort_cuda import half

@@ -10,11 +10,11 @@ import onnx
 import pytest
 from torch import Tensor
 
-from fatdeploy.bundle import DECODER, ENCODER
 from fatdeploy.errors import ParityFailed
 from fatdeploy.export import bisect, dialects, pipeline
 from fatdeploy.export.graph_files import read_structure, tensor_data
 from fatdeploy.export.pipeline import Origin, write_bundle
+from fatdeploy.manifest import DECODER, ENCODER
 from tests.bundles import bundle_of
 from tests.choices import tiny
 

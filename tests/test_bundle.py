@@ -17,21 +17,9 @@ from hypothesis import strategies as st
 
 from fatdeploy import bundle as bundles
 from fatdeploy._version import VERSION
-from fatdeploy.bundle import (
-    FORMAT,
-    MANIFEST,
-    PARITY,
-    REQUIRED,
-    Bundle,
-    FileRecord,
-    Manifest,
-    OutputMatrix,
-    Provenance,
-    digest_of,
-    read_bundle,
-    write_manifest,
-)
+from fatdeploy.bundle import Bundle, digest_of, read_bundle, write_manifest
 from fatdeploy.errors import BundleError
+from fatdeploy.manifest import FORMAT, MANIFEST, PARITY, REQUIRED, FileRecord, Manifest, OutputMatrix, Provenance
 from fatdeploy.records import json_from_record
 from fatdeploy.spec import ModelSpec, cache_specs
 

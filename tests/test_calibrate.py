@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from fatdeploy.bundle import DECODER, ENCODER
 from fatdeploy.export.calibrate import BATCH, Said, activations_of, unpadded_batches
+from fatdeploy.manifest import DECODER, ENCODER
 from tests.bundles import bundle_of
 
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from fatdeploy.bundle import DECODER, TOKENIZER, Bundle, Dialect, read_bundle
+from fatdeploy.bundle import Bundle, read_bundle
 from fatdeploy.cli import main
 from fatdeploy.errors import CheckpointError, ConfigError, SpecMismatch
 from fatdeploy.export.contract import Choices, flat_model
@@ -20,12 +20,14 @@ from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.checkpoint import save_checkpoint
 from fatdeploy.export.reference.model import ReferenceModel
+from fatdeploy.manifest import DECODER, TOKENIZER
 from fatdeploy.runtimes.decode import decode
 from fatdeploy.runtimes.engine import Capacity, Engine, Want
 from fatdeploy.runtimes.hypothesis import Hypothesis
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.runtimes.trt import TrtEngine
+from fatdeploy.targets import Dialect
 from tests.bundles import TARGETS, shared_bundle
 from tests.choices import tiny
 from tests.cpu_device import CpuDevice, with_plans

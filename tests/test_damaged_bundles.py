@@ -15,20 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fatdeploy
-from fatdeploy.bundle import (
-    DECODER,
-    ENCODER,
-    MANIFEST,
-    PARITY,
-    PROBES,
-    WEIGHTS,
-    Manifest,
-    digest_of,
-    read_bundle,
-    write_manifest,
-)
+from fatdeploy.bundle import digest_of, read_bundle, write_manifest
 from fatdeploy.cli import main
 from fatdeploy.errors import BundleError, FatdeployError
+from fatdeploy.manifest import DECODER, ENCODER, MANIFEST, PARITY, PROBES, WEIGHTS, Manifest
 from fatdeploy.runtimes.verify import read_probes, write_probes
 from tests.bundles import bundle_of
 

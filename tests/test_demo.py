@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from fatdeploy.bundle import MANIFEST, Bundle
+from fatdeploy.bundle import Bundle
 from fatdeploy.cli import main
 from fatdeploy.export.commands import demo as demo_command
 from fatdeploy.export.demo import Pronounced, picture_lines
+from fatdeploy.manifest import MANIFEST
 from tests.bundles import bundle_of
 from tests.quantized import quantized_g2p
 from tests.words import g2p_bundle

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from fatdeploy.bundle import DECODER, ENCODER
 from fatdeploy.export.dialects import PAIRS, GraphSeams
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.attention import slow_scores
+from fatdeploy.manifest import DECODER, ENCODER
 from fatdeploy.runtimes.engine import Capacity, Engine, Floats, Want
 from fatdeploy.runtimes.ort import OrtEngine
 from tests.choices import tiny

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fatdeploy.bundle import PROBES
+from fatdeploy.manifest import PROBES
 from fatdeploy.runtimes.decode import decode
 from fatdeploy.runtimes.hypothesis import Hypothesis
 from fatdeploy.runtimes.options import DecodeOptions

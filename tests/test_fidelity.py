@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fatdeploy.bundle import PROBES
 from fatdeploy.errors import ParityFailed
+from fatdeploy.manifest import PROBES
 from fatdeploy.runtimes.engine import StepOut
 from fatdeploy.runtimes.fidelity import Fidelity, token_fidelity
 from fatdeploy.runtimes.ort import OrtEngine

@@ -15,17 +15,18 @@ import pytest
 import fatdeploy
 from benchmarks.g2p import errors
 from benchmarks.g2p_targets import targets
-from fatdeploy.bundle import PARITY, Dialect
 from fatdeploy.export.g2p import CHECKPOINT
 from fatdeploy.export.g2p.data import entries_from_text
 from fatdeploy.export.precision import Integers
 from fatdeploy.export.training.run import REPORT
+from fatdeploy.manifest import PARITY
 from fatdeploy.runtimes.decode import decode, padded
 from fatdeploy.runtimes.engine import Engine
 from fatdeploy.runtimes.hypothesis import Hypothesis
-from fatdeploy.runtimes.lockstep import TIE_MARGINS, agreement_of, compared
+from fatdeploy.runtimes.lockstep import TIE_MARGINS, compared, logit_agreement
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.targets import Dialect
 from tests.quantized import quantized_g2p
 from tests.words import g2p_bundle, ids_of_test_words, parts, reference, references
 
@@ -95,7 +96,7 @@ def test_every_logit_of_every_test_word_is_the_references(dialect: Dialect) -> N
         steps = max(STEPS, steps_of(words[start : start + BATCH]))
         comparisons.append(compared(engine, reference(), source, mask, steps=steps))
     # Whatever is no tie by the reference's margin is an error here.
-    agreement = agreement_of(comparisons)
+    agreement = logit_agreement(comparisons)
     assert agreement.rows == 2000
     assert max(one.expected.shape[1] for one in comparisons) == steps_of(words) > STEPS
     print("ties:", [float(margin) for one in comparisons for margin in one.margins[one.ties]])

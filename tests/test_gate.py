@@ -13,42 +13,31 @@ import numpy as np
 import onnx
 import pytest
 
-from fatdeploy.bundle import (
-    DECODER,
-    EMBEDDING,
-    ENCODER,
-    GATE,
-    PARITY,
-    WEIGHTS,
-    Bundle,
-    Quantization,
-    read_bundle,
-    write_manifest,
-)
+from fatdeploy.bundle import Bundle, read_bundle, write_manifest
+from fatdeploy.certificate import MetricChange, TokenAgreement, read_certificate
 from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, ParityFailed
 from fatdeploy.export.contract import Choices, flat_model
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.examples import Example, random_examples
-from fatdeploy.export.gate import RANDOM_STEPS, Bar, Gate, Judgement, MetricChange, fewest_kept, metric_of
+from fatdeploy.export.gate import RANDOM_STEPS, Bar, Gate, Judgement, fewest_kept, metric_of
 from fatdeploy.export.graph_files import graphs_of
 from fatdeploy.export.pipeline import Origin, Plain, trial_of, write_quantized
 from fatdeploy.export.precision import Asked, Quantizer
 from fatdeploy.export.tokenizers import Kind, built_tokenizer
 from fatdeploy.machine import Machine
+from fatdeploy.manifest import DECODER, EMBEDDING, ENCODER, GATE, PARITY, WEIGHTS, Quantization
 from fatdeploy.runtimes import gate
-from fatdeploy.runtimes.certified import Certified
+from fatdeploy.runtimes.certified import Promise
 from fatdeploy.runtimes.decode import decode
 from fatdeploy.runtimes.engine import StepOut, Want
 from fatdeploy.runtimes.fidelity import Fidelity
 from fatdeploy.runtimes.gate import (
-    Agreement,
     Material,
-    agreement_of,
-    certificate_of,
     check_rows,
     cpu_class,
     read_material,
     recorded_here,
+    token_agreement,
     verified_quantized,
     write_material,
 )
@@ -108,12 +97,16 @@ def bytes_of(**arrays: Any) -> bytes:
 
 def judged_bundle(folder: Path, certificate: object) -> Bundle:
     """Return a bundle that is judged by the material, with a certificate."""
-    said = {"parity_json": json.dumps(certificate).encode(), "gate_npz": bytes_of(**vars(MATERIAL))}
+    plain = json.loads(bundle_of(TINY).file(PARITY).read_text())
+    values = {**plain, **certificate} if isinstance(certificate, dict) else certificate
+    said = {"parity_json": json.dumps(values).encode(), "gate_npz": bytes_of(**vars(MATERIAL))}
     return hollow_bundle(folder, SAID, **said)
 
 
 def certificate_with(bar: float, *, enforced: bool) -> dict[str, Any]:
-    return {"gate": {"bar": bar, "enforced": enforced, "agreement": {"share": 0.75}}}
+    counts = {"tokens": 4, "same_tokens": 3, "sequences": 2, "same_sequences": 1}
+    rest = {"metric": None, "median_error_of_margin": 0.1, "steps_in_danger": 0.1, "points": 0.3, "kept": []}
+    return {"gate": {"agreement": counts, "bar": bar, "enforced": enforced, "row_difference": 0.0, **rest}}
 
 
 # -- material ----------------------------------------------------------------------------------------------------------
@@ -143,7 +136,7 @@ def test_a_batch_with_a_long_target_has_fewer_rows(monkeypatch: pytest.MonkeyPat
     found = list(repeated(2).batches())
     # Targets of 3, 4, 1 and 3 tokens: two of 4 are more than 6 steps, two of 3 are not.
     assert [one.lengths.tolist() for one in found] == [[3], [4], [1, 3], [3], [4], [1, 3]]
-    assert agreement_of(FollowingEngine(), repeated(2)) == Agreement(22, 14, 8, 4)
+    assert token_agreement(FollowingEngine(), repeated(2)) == TokenAgreement(22, 14, 8, 4)
     monkeypatch.setattr(gate, "MOST_STEPS", 2)
     assert [one.lengths.tolist() for one in MATERIAL.batches()] == [[3], [4], [1], [3]]
 
@@ -200,12 +193,11 @@ def test_a_bundle_without_material_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("times", [1, 9])
 def test_agreement_is_counted_after_the_references_tokens_and_by_itself(times: int) -> None:
     engine = FollowingEngine()
-    found = agreement_of(engine, repeated(times))
+    found = token_agreement(engine, repeated(times))
     # Source 5: all of 3. Source 6: 3, then 4 three times in the place of 3. Source 7: its end. Source 8: all but the
     # first; by itself it goes another way from there.
-    assert found == Agreement(11 * times, (3 + 1 + 1 + 2) * times, 4 * times, 2 * times)
+    assert found == TokenAgreement(11 * times, (3 + 1 + 1 + 2) * times, 4 * times, 2 * times)
     assert found.share == pytest.approx(7 / 11)
-    assert found.as_dict()["share"] == found.share
     assert engine.released == engine.encoded > 0
 
 
@@ -271,14 +263,14 @@ def test_below_an_enforced_bar_is_a_failure(tmp_path: Path) -> None:
         match=r"7 of 11 tokens are the reference's here \(63\.64%\), the bar is 99\.50% and 75\.00% were when it was "
         r"exported: this CPU computes something else",
     ):
-        verified_quantized(FollowingEngine(), bundle, certificate)
+        verified_quantized(FollowingEngine(), bundle)
 
 
 @pytest.mark.parametrize(("bar", "enforced"), [(0.995, False), (7 / 11, True), (0.5, True)])
 def test_what_reaches_its_bar_or_has_none_is_reported(tmp_path: Path, bar: float, enforced: bool) -> None:
     certificate = certificate_with(bar, enforced=enforced)
     bundle = judged_bundle(tmp_path / "bundle", certificate)
-    assert verified_quantized(FollowingEngine(), bundle, certificate) == {
+    assert verified_quantized(FollowingEngine(), bundle) == {
         "tokens": 11,
         "same_tokens": 7,
         "sequences": 4,
@@ -292,7 +284,7 @@ def test_what_reaches_its_bar_or_has_none_is_reported(tmp_path: Path, bar: float
 
 
 def test_without_a_bar_only_what_rounding_can_cost_is_forgiven() -> None:
-    few, many = Certified(0.75, None), Certified(0.95, None)
+    few, many = Promise(0.75, None), Promise(0.95, None)
     # 3 tokens of few, a hundredth of many; the certified share of 12 tokens is 9 of them, of 1,000 it is 950.
     assert few.lost(Fidelity(12, 6)) is None
     assert few.lost(Fidelity(12, 5)) == (
@@ -303,8 +295,8 @@ def test_without_a_bar_only_what_rounding_can_cost_is_forgiven() -> None:
     assert many.lost(Fidelity(1000, 939)) is not None
     assert many.lost(Fidelity(1000, 1000)) is None
     # A bar is all that counts where there is one.
-    assert Certified(1.0, 0.9).lost(Fidelity(1000, 900)) is None
-    assert Certified(0.9, 0.95).lost(Fidelity(1000, 949)) is not None
+    assert Promise(1.0, 0.9).lost(Fidelity(1000, 900)) is None
+    assert Promise(0.9, 0.95).lost(Fidelity(1000, 949)) is not None
 
 
 def with_scales_times(bundle: Bundle, folder: Path, factor: float) -> Bundle:
@@ -327,14 +319,15 @@ def with_scales_times(bundle: Bundle, folder: Path, factor: float) -> Bundle:
 
 def test_random_weights_that_are_damaged_are_refused_and_those_rounded_otherwise_are_not(tmp_path: Path) -> None:
     bundle = quantized_of(TINY, "int8")
-    certificate = certificate_of(bundle)
-    assert not certificate["gate"]["enforced"]
+    gated = read_certificate(bundle).gate
+    assert gated is not None
+    assert not gated.enforced
     rounded = with_scales_times(bundle, tmp_path / "rounded", 1 + 2.0**-23)
-    found = verified_quantized(OrtEngine(rounded, threads=1), rounded, certificate)
-    assert abs(found["same_tokens"] - certificate["gate"]["agreement"]["same_tokens"]) <= 3
+    found = verified_quantized(OrtEngine(rounded, threads=1), rounded)
+    assert abs(found["same_tokens"] - gated.agreement.same_tokens) <= 3
     damaged = with_scales_times(bundle, tmp_path / "damaged", 1.25)
     with pytest.raises(ParityFailed, match=r"of 711 tokens .* rounding explains 7 tokens .*; export again with --cpu"):
-        verified_quantized(OrtEngine(damaged, threads=1), damaged, certificate)
+        verified_quantized(OrtEngine(damaged, threads=1), damaged)
 
 
 @pytest.mark.parametrize(
@@ -348,8 +341,8 @@ def test_random_weights_that_are_damaged_are_refused_and_those_rounded_otherwise
 )
 def test_a_certificate_without_a_gate_is_an_error_of_the_bundle(tmp_path: Path, certificate: dict[str, Any]) -> None:
     bundle = judged_bundle(tmp_path / "bundle", certificate)
-    with pytest.raises(BundleError, match=r"parity\.json says nothing of the gate .*; export the bundle again"):
-        verified_quantized(FollowingEngine(), bundle, certificate)
+    with pytest.raises(BundleError, match=r"parity\.json cannot be read: gate.*; export the bundle again"):
+        verified_quantized(FollowingEngine(), bundle)
 
 
 # -- kinds of CPU ------------------------------------------------------------------------------------------------------
@@ -406,7 +399,7 @@ def test_a_record_adds_a_kind_of_cpu_and_replaces_one_of_the_same(
 @pytest.mark.parametrize("entries", [3, [3], None])
 def test_a_record_in_a_damaged_certificate_is_refused(tmp_path: Path, entries: object) -> None:
     bundle = judged_bundle(tmp_path / "bundle", {"checked_on": entries})
-    with pytest.raises(BundleError, match=r"parity\.json does not say where it was checked"):
+    with pytest.raises(BundleError, match=r"parity\.json cannot be read: checked_on.*; export the bundle again"):
         recorded_here(bundle, 1.0)
 
 
@@ -456,21 +449,15 @@ def test_points_are_lost_where_errors_grow_or_scores_fall(
 )
 def test_a_judgement_passes_by_tokens_and_by_points(same: int, errors: float | None, passes: bool) -> None:
     metric = None if errors is None else MetricChange("token_error_rate", 10.0, errors)
-    judgement = Judgement(Agreement(100, same, 10, 9), metric, 0.01, 0.0)
+    judgement = Judgement(TokenAgreement(100, same, 10, 9), metric, 0.01, 0.0)
     assert judgement.passes(Bar(0.99, 0.25)) is passes
 
 
-def test_a_judgement_in_one_line_and_as_a_dictionary() -> None:
-    judgement = Judgement(Agreement(200, 199, 10, 9), MetricChange("bleu", 30.0, 29.5), 0.01, 0.02)
+def test_a_judgement_in_one_line() -> None:
+    judgement = Judgement(TokenAgreement(200, 199, 10, 9), MetricChange("bleu", 30.0, 29.5), 0.01, 0.02)
     assert judgement.line() == (
         "99.50% of 200 tokens and 9 of 10 targets are the reference's; bleu 29.50 (reference 30.00)"
     )
-    assert judgement.as_dict() == {
-        "agreement": {"tokens": 200, "same_tokens": 199, "sequences": 10, "same_sequences": 9, "share": 0.995},
-        "metric": {"name": "bleu", "reference": 30.0, "quantized": 29.5, "lost": 0.5},
-        "median_error_of_margin": 0.01,
-        "steps_in_danger": 0.02,
-    }
 
 
 class Numbers:
@@ -493,10 +480,12 @@ def test_the_reference_itself_is_judged_to_be_right_and_another_model_is_not() -
     examples = [Example(ids, (text,)) for ids, text in zip(sources, references, strict=True)]
     judged = Gate(reference, examples, Numbers(), metric="token_error_rate", **most).judged(reference)
     n_tokens = int(first.material.lengths.sum())
-    assert judged.agreement == Agreement(n_tokens, n_tokens, 3, 3)
+    assert judged.agreement == TokenAgreement(n_tokens, n_tokens, 3, 3)
     lengths = [len(row.split()) for row in said]
     expected = 100 * lengths[2] / sum(lengths)
-    assert judged.metric == MetricChange("token_error_rate", pytest.approx(expected), pytest.approx(expected))
+    assert judged.metric is not None
+    assert (judged.metric.name, judged.metric.lost) == ("token_error_rate", 0.0)
+    assert (judged.metric.reference, judged.metric.quantized) == pytest.approx((expected, expected))
     assert (judged.median_error, judged.steps_in_danger) == (0.0, 0.0)
     second = Gate(reference, examples, Numbers(), metric="token_error_rate", **most)
     other = second.judged(EagerEngine(model_of("at-tiny")))

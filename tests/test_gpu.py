@@ -8,18 +8,19 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from fatdeploy.bundle import PROBES, Bundle, write_manifest
+from fatdeploy.bundle import Bundle, write_manifest
 from fatdeploy.cli import main
 from fatdeploy.export.trt_build import Asked, build_engines
-from fatdeploy.plans import Flavour
+from fatdeploy.manifest import PROBES
 from fatdeploy.runtimes.cuda_devices import cuda_here
 from fatdeploy.runtimes.decode import decode
 from fatdeploy.runtimes.engine import Capacity, Want
 from fatdeploy.runtimes.engines import opened_engine
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.trt_modules import MODULES
+from fatdeploy.runtimes.trt_modules import BUILDERS
 from fatdeploy.runtimes.verify import read_probes, verified
+from fatdeploy.targets import Flavour
 from tests.bundles import bundle_of, shared_bundle
 
 pytestmark = [
@@ -34,7 +35,7 @@ BEAMS = DecodeOptions(num_beams=4, num_return_sequences=4, max_new_tokens=24)
 
 def built(preset: str, flavour: Flavour) -> Bundle:
     """Return a preset with plans for the GPU that is here."""
-    pytest.importorskip(MODULES[flavour])
+    pytest.importorskip(BUILDERS[flavour].module)
     pytest.importorskip("cuda.bindings.runtime")
     standard = bundle_of(preset, "standard")
 

@@ -9,8 +9,8 @@ import pytest
 from onnx import TensorProto
 
 from fatdeploy.errors import ExportFailed
-from fatdeploy.export.half import Half
 from fatdeploy.export.rounded import rounded
+from fatdeploy.targets import HalfPrecision
 from tests.half_graphs import branch, halved, node, ops, ran, stored, written
 
 DRAW = np.random.default_rng(0)
@@ -89,7 +89,7 @@ def test_a_mask_that_an_op_wants_in_half_ends_at_the_end_of_the_range(tmp_path: 
 
 
 @pytest.mark.parametrize(("precision", "largest"), [("fp16", 7e4), ("bf16", 3.4e38)])
-def test_a_weight_beyond_the_range_is_named(tmp_path: Path, precision: Half, largest: float) -> None:
+def test_a_weight_beyond_the_range_is_named(tmp_path: Path, precision: HalfPrecision, largest: float) -> None:
     matrix = MATRIX.copy()
     matrix[3, 4] = -largest
     nodes = [node("MatMul", "x fine", "y"), node("MatMul", "y heavy", "out")]

@@ -115,7 +115,7 @@ import fatdeploy.export.pipeline
 def test_the_public_surface_is_what_it_says() -> None:
     assert sorted(fatdeploy.__all__) == fatdeploy.__all__
     assert all(hasattr(fatdeploy, name) for name in fatdeploy.__all__)
-    others = {"DecodeOptions", "Event", "Hypothesis", "Model", "Stream", "__version__", "load"}
+    others = {"DecodeOptions", "Event", "Hypothesis", "Model", "Stream", "__version__", "inspect", "load"}
     errors = [getattr(fatdeploy, name) for name in fatdeploy.__all__ if name not in others]
     assert all(issubclass(error, fatdeploy.FatdeployError) for error in errors)
     assert fatdeploy.load is model.load

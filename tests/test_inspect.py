@@ -11,9 +11,11 @@ import pytest
 from click.testing import CliRunner
 from onnx import TensorProto, helper
 
-from fatdeploy.bundle import DECODER, ENCODER, PARITY, WEIGHTS, Bundle, Dialect, write_manifest
+from fatdeploy.bundle import Bundle, write_manifest
 from fatdeploy.cli import main
 from fatdeploy.export.graph_files import graphs_of
+from fatdeploy.manifest import DECODER, ENCODER, PARITY, WEIGHTS
+from fatdeploy.targets import Dialect
 from tests.bundles import bundle_of
 
 EVERY: list[tuple[str, Dialect]] = [("transformer-tiny", "ort"), ("fat-tiny", "ort"), ("transformer-tiny", "standard")]
@@ -129,7 +131,7 @@ def test_origin_and_proof_are_told(preset: str, dialect: Dialect) -> None:
         "longest source 256, target 256",
         f"source {preset}",
         f"weights sha256 {bundle.manifest.source.sha256}",
-        "licence not said",
+        "licence not given",
         f"verified 832 tokens of 13 rows on {machine}, onnxruntime CPU",
     ):
         assert line in lines

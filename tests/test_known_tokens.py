@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from fatdeploy.bundle import PROBES
 from fatdeploy.errors import ExportFailed
 from fatdeploy.export.certify import drawn_probe
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.known_tokens import TOGETHER, KnownTokens
+from fatdeploy.manifest import PROBES
 from fatdeploy.runtimes.engine import StepOut, Want
 from fatdeploy.runtimes.lockstep import NOISE, SAFE_MARGINS, compared
 from fatdeploy.runtimes.verify import Probe, read_probes, row_alone

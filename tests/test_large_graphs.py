@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fatdeploy.bundle import DECODER, ENCODER, WEIGHTS
 from fatdeploy.errors import ExportFailed
 from fatdeploy.export import graph_files
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.model import ReferenceModel
+from fatdeploy.manifest import DECODER, ENCODER, WEIGHTS
 from fatdeploy.runtimes.decode import decode
 from fatdeploy.runtimes.ort import OrtEngine
 from tests.choices import tiny

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from fatdeploy.bundle import PROBES
 from fatdeploy.cli import main
 from fatdeploy.errors import ParityFailed
 from fatdeploy.export.reference.checkpoint import save_checkpoint
 from fatdeploy.export.reference.weights import model_from_preset
+from fatdeploy.manifest import PROBES
 from fatdeploy.runtimes.engine import Capacity, StepOut, Want
-from fatdeploy.runtimes.lockstep import Comparison, agreement_of, compared
+from fatdeploy.runtimes.lockstep import Comparison, compared, logit_agreement
 from fatdeploy.runtimes.ort import OrtEngine, OrtState
 from fatdeploy.runtimes.verify import read_probes, verified
 from fatdeploy.spec import Mask, Tokens
@@ -65,7 +65,7 @@ def test_engines_that_say_the_same_agree_on_every_logit() -> None:
     found = comparison(at(1, 0, 5, 1 + 4e-6))
     assert found.first_miss is None
     assert found.expected.tolist() == found.found.tolist() == [[4, 5, 6, 7], [8, 9, 8, 9]]
-    agreement = agreement_of([found, found])
+    agreement = logit_agreement([found, found])
     assert (agreement.rows, agreement.tokens, agreement.ties, agreement.smallest_margin) == (4, 16, 0, 1)
     assert agreement.largest_difference == pytest.approx(4e-6, rel=0.1)
     assert agreement.largest_of_bound == pytest.approx(0.4, rel=0.1)
@@ -81,7 +81,7 @@ def test_another_token_within_twice_the_noise_is_a_tie_and_counted_apart() -> No
     assert (found.expected[0, 2], found.found[0, 2]) == (6, 2)
     assert found.first_miss is None
     assert found.ties.tolist() == [[False, False, True, False], [False] * 4]
-    assert agreement_of([found]).ties == 1
+    assert logit_agreement([found]).ties == 1
 
 
 def test_another_token_beyond_twice_the_noise_is_a_miss_with_its_row_and_step() -> None:
@@ -93,7 +93,7 @@ def test_another_token_beyond_twice_the_noise_is_a_miss_with_its_row_and_step() 
         match=r"^batch 1, row 1, step 2: the reference says token 8 \(margin 3\.0e-05\), the engine 5; "
         r"logits differ by 1\.0e-01, bound 1\.0e-05$",
     ):
-        agreement_of([comparison(lambda step, logits: None), found])
+        logit_agreement([comparison(lambda step, logits: None), found])
 
 
 def test_a_tie_does_not_excuse_a_logit_beyond_its_bound() -> None:
@@ -106,7 +106,7 @@ def test_a_logit_beyond_the_bound_is_a_miss_although_the_token_is_the_same() -> 
     found = comparison(at(3, 1, 0, 2e-5))
     assert found.found.tolist() == found.expected.tolist()
     with pytest.raises(ParityFailed, match=r"^batch 0, row 1, step 3: logits differ by 2\.0e-05, bound 1\.0e-05$"):
-        agreement_of([found])
+        logit_agreement([found])
 
 
 def test_the_bound_grows_with_the_rows_own_logits() -> None:

@@ -16,9 +16,10 @@ import pytest
 
 import fatdeploy
 from fatdeploy import BackendUnavailable, BundleError, ConfigError, DecodeOptions, Hypothesis, SpecMismatch
-from fatdeploy.bundle import TOKENIZER, Bundle, write_manifest
+from fatdeploy.bundle import Bundle, write_manifest
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.tokenizers import built_tokenizer
+from fatdeploy.manifest import TOKENIZER
 from fatdeploy.runtimes.buffers import MOST_WAITING
 from fatdeploy.runtimes.decode import decode
 from fatdeploy.runtimes.tokenizer_files import Kind

@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from fatdeploy.bundle import DECODER, ENCODER, WEIGHTS, write_manifest
+from fatdeploy.bundle import write_manifest
 from fatdeploy.errors import BundleError, ExportFailed, SpecMismatch
 from fatdeploy.export.contract import flat_model
 from fatdeploy.export.eager import EagerEngine
@@ -17,6 +17,7 @@ from fatdeploy.export.graph_files import graphs_of
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.presets import PRESETS
 from fatdeploy.export.trace import traced_encoder
+from fatdeploy.manifest import DECODER, ENCODER, WEIGHTS
 from fatdeploy.runtimes.decode import decode
 from fatdeploy.runtimes.engine import Capacity, Want
 from fatdeploy.runtimes.options import DecodeOptions

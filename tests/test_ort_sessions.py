@@ -9,8 +9,9 @@ import onnx
 import onnxruntime
 import pytest
 
-from fatdeploy.bundle import DECODER, ENCODER, WEIGHTS, Bundle, write_manifest
+from fatdeploy.bundle import Bundle, write_manifest
 from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError
+from fatdeploy.manifest import DECODER, ENCODER, WEIGHTS
 from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.runtimes.ort_sessions import OrtOptions
 from tests.bundles import bundle_of

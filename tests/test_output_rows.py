@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fatdeploy.bundle import DECODER, MANIFEST, WEIGHTS, OutputMatrix, digest_of, read_bundle, write_manifest
+from fatdeploy.bundle import digest_of, read_bundle, write_manifest
 from fatdeploy.errors import BundleError, ConfigError, SpecMismatch
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.package import placed_output_matrix
 from fatdeploy.export.reference.presets import PRESETS
+from fatdeploy.manifest import DECODER, MANIFEST, WEIGHTS, OutputMatrix
 from fatdeploy.runtimes.decode import decode
 from fatdeploy.runtimes.ort import OrtEngine
 from tests.bundles import bundle_of, model_of

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner, Result
 from torch import Tensor, nn
 
-from fatdeploy.bundle import Bundle, Dialect
+from fatdeploy.bundle import Bundle
 from fatdeploy.cli import main
 from fatdeploy.errors import ConfigError, ExportFailed, SpecMismatch
 from fatdeploy.export.contract import flat_model
@@ -22,6 +22,7 @@ from fatdeploy.export.own import check_own_model
 from fatdeploy.runtimes.decode import decode
 from fatdeploy.runtimes.engine import Capacity, Engine, Want
 from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.targets import Dialect
 from tests.bundles import shared_bundle
 
 README = (Path(__file__).parent.parent / "README.md").read_text()

@@ -5,19 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from fatdeploy.bundle import (
-    DECODER,
-    ENCODER,
-    MANIFEST,
-    WEIGHTS,
-    Manifest,
-    Provenance,
-    digest_of,
-    graph_hash,
-    read_bundle,
-    write_manifest,
-)
+from fatdeploy.bundle import digest_of, graph_hash, read_bundle, write_manifest
 from fatdeploy.errors import BundleError
+from fatdeploy.manifest import DECODER, ENCODER, MANIFEST, WEIGHTS, Manifest, Provenance
 from fatdeploy.plans import PlanRecord, Profile, SizeRange, axes_of, inputs_of, outputs_of, plan_file, shapes_of
 from fatdeploy.spec import ModelSpec, cache_specs, memory_specs
 

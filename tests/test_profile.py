@@ -11,7 +11,7 @@ import numpy as np
 from click.testing import CliRunner
 
 from benchmarks.profile_step import main, own_times
-from fatdeploy.bundle import DECODER
+from fatdeploy.manifest import DECODER
 from fatdeploy.runtimes.engine import Capacity, Want
 from fatdeploy.runtimes.ort import OrtEngine
 from tests.bundles import bundle_of

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from fatdeploy.bundle import DECODER, EMBEDDING, ENCODER, PARITY, WEIGHTS, Bundle, Quantization
+from fatdeploy.bundle import Bundle
 from fatdeploy.cli import main
 from fatdeploy.errors import ConfigError
 from fatdeploy.export.contract import flat_model
@@ -22,11 +22,13 @@ from fatdeploy.export.qdq import symmetric_range, with_scales
 from fatdeploy.export.quantize import MatrixRecipe, Recipe
 from fatdeploy.export.trt_build import Asked as Engines
 from fatdeploy.export.trt_build import build_engines
+from fatdeploy.manifest import DECODER, EMBEDDING, ENCODER, PARITY, WEIGHTS, Quantization
 from fatdeploy.runtimes.decode import decode
 from fatdeploy.runtimes.gate import row_kind, verified_quantized
 from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.runtimes.output_matrix import stored_output_rows
+from fatdeploy.targets import TARGETS
 from tests.bundles import bundle_of, model_of, shared_bundle
 from tests.half_graphs import node, ops, ran, written
 
@@ -68,7 +70,7 @@ def test_the_gate_judges_standard_graphs_and_a_batch_is_its_rows(
     gate = json.loads(bundle.file(PARITY).read_text())["gate"]
     assert gate["agreement"]["share"] > 0.9
     assert gate["row_difference"] <= bound
-    found = verified_quantized(OrtEngine(bundle, threads=1), bundle, {"gate": gate})
+    found = verified_quantized(OrtEngine(bundle, threads=1), bundle)
     assert found["share"] == gate["agreement"]["share"]
     histogram = manifest.histograms[DECODER]["quantized"]
     # Six matrices a layer, the output's and the embedding; the activations of int8 beside.
@@ -161,10 +163,10 @@ def test_rows_are_compared_by_how_matrices_are_stored(precision: str) -> None:
 
 def test_what_a_dialect_does_not_have_is_refused_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--activations float is for graphs .*; --ranges min-max is for graphs"):
-        check_asked(Asked(precision="int8", activations="float", ranges="min-max"), "ort")
-    with pytest.raises(ConfigError, match="int4 is for --target ort-cpu"):
-        check_asked(Asked(precision="int8", of={"output": "int4"}), "standard")
-    check_asked(Asked(precision="int8", activations="float"), "standard")
+        check_asked(Asked(precision="int8", activations="float", ranges="min-max"), TARGETS["ort-cpu"])
+    with pytest.raises(ConfigError, match=r"onnx takes .*found int4: .*export with --target ort-cpu"):
+        check_asked(Asked(precision="int8", of={"output": "int4"}), TARGETS["onnx"])
+    check_asked(Asked(precision="int8", activations="float"), TARGETS["onnx"])
     run = CliRunner().invoke(
         main, ["export", "fat-tiny", "--out", str(tmp_path / "x"), "--activations", "float", "--ranges", "min-max"]
     )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from fatdeploy.bundle import DECODER, ENCODER, Bundle, OutputMatrix, read_bundle
+from fatdeploy.bundle import Bundle, read_bundle
 from fatdeploy.errors import ConfigError, ExportFailed, ParityFailed
 from fatdeploy.export import precision, quantize
 from fatdeploy.export.calibrate import exposed
@@ -26,7 +26,8 @@ from fatdeploy.export.precision import Asked, matrices_of, precisions_of
 from fatdeploy.export.quantize import MatrixRecipe, Recipe, quantized
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.presets import PRESETS
-from fatdeploy.runtimes.gate import agreement_of, check_rows, forced_fidelity, read_material
+from fatdeploy.manifest import DECODER, ENCODER, OutputMatrix
+from fatdeploy.runtimes.gate import check_rows, forced_fidelity, read_material, token_agreement
 from fatdeploy.runtimes.ort import OrtEngine
 from tests.bundles import bundle_of, model_of, shared_bundle
 from tests.choices import tiny
@@ -257,11 +258,11 @@ def test_a_quantized_preset_says_mostly_what_the_reference_says(preset: str, pre
     bundle = quantized_of(f"{preset}-tiny", precision)
     engine, material = OrtEngine(bundle), read_material(bundle)
     assert check_rows(engine, material, precision) <= {"int8": 0.0, "int4": 2e-6}[precision]
-    found = agreement_of(engine, material)
+    found = token_agreement(engine, material)
     assert found.tokens == int(material.lengths.sum())
     # Random weights decide by little: a fifth of 4-bit steps may differ, nearly all of 8-bit ones agree.
     assert found.share >= (0.9 if precision == "int8" else 0.5)
-    assert agreement_of(EagerEngine(model_of(f"{preset}-tiny")), material).share == 1.0
+    assert token_agreement(EagerEngine(model_of(f"{preset}-tiny")), material).share == 1.0
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from onnx import TensorProto, helper, numpy_helper
 
-from fatdeploy.bundle import DECODER, ENCODER, SATURATION, Bundle, CpuClass, Quantization, write_manifest
+from fatdeploy.bundle import Bundle, write_manifest
 from fatdeploy.cli import main
 from fatdeploy.errors import BackendUnavailable, BundleError
 from fatdeploy.export import saturation
@@ -19,10 +19,12 @@ from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.integers import WeightBits
 from fatdeploy.export.saturation import write_saturation_probe
 from fatdeploy.machine import this_machine
-from fatdeploy.runtimes.gate import certificate_of, cpu_class, verified_quantized
+from fatdeploy.manifest import DECODER, ENCODER, SATURATION, Quantization
+from fatdeploy.runtimes.gate import cpu_class, verified_quantized
 from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.runtimes.saturation import check_saturation, refuse_overflow
 from fatdeploy.spec import SATURATION_INPUT, SATURATION_OUTPUT
+from fatdeploy.targets import CpuClass
 from tests.bundles import bundle_of, model_of
 from tests.quantized import hollow_bundle, quantized_of
 
@@ -183,7 +185,7 @@ def test_a_bundle_of_eight_bits_uses_them_and_is_right_where_nothing_overflows()
     assert (said.cpu, said.weight_bits) == (here, 8)
     assert [largest_weight(one) for one in (bundle, seven)] == [127, 63]
     engine = OrtEngine(bundle)
-    found = verified_quantized(engine, bundle, certificate_of(bundle))
+    found = verified_quantized(engine, bundle)
     assert (found["row_difference"], found["share"]) == (0.0, found["recorded_share"])
     ids = np.arange(64)
     exact = EagerEngine(model_of("transformer-tiny")).output_rows(ids)

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from fatdeploy.bundle import DECODER, ENCODER
 from fatdeploy.export.graph_files import graphs_of, read_structure
 from fatdeploy.export.reference.attention import Scores
 from fatdeploy.export.reference.scaling import scaled_queries
 from fatdeploy.export.reference.weights import model_from_preset
+from fatdeploy.manifest import DECODER, ENCODER
 from tests.bundles import bundle_of
 
 

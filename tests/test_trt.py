@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fatdeploy.bundle import PROBES, write_manifest
+from fatdeploy.bundle import write_manifest
 from fatdeploy.errors import SpecMismatch
 from fatdeploy.export.trt_build import Asked, build_engines
+from fatdeploy.manifest import PROBES
 from fatdeploy.plans import Profile, SizeRange
 from fatdeploy.runtimes.bench_timing import stopwatch_of, timed_decode
 from fatdeploy.runtimes.decode import decode

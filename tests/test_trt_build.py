@@ -18,17 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 from onnx import helper
 
-from fatdeploy.bundle import (
-    DECODER,
-    ENCODER,
-    WEIGHTS,
-    Bundle,
-    Manifest,
-    Precision,
-    graph_hash,
-    read_bundle,
-    write_manifest,
-)
+from fatdeploy.bundle import Bundle, graph_hash, read_bundle, write_manifest
 from fatdeploy.cli import main
 from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, ExportFailed, SpecMismatch
 from fatdeploy.export import trt_build
@@ -40,7 +30,8 @@ from fatdeploy.export.reference.weights import model_from_preset
 from fatdeploy.export.trt_build import Asked, TimingCache, build_engines, planned
 from fatdeploy.export.trt_log import BuildLog
 from fatdeploy.export.trt_profiles import check_shapes, profiles_from_text, profiles_of, shapes_by_input
-from fatdeploy.plans import Flavour, SizeRange
+from fatdeploy.manifest import DECODER, ENCODER, WEIGHTS, Manifest
+from fatdeploy.plans import SizeRange
 from fatdeploy.runtimes import trt_modules
 from fatdeploy.runtimes.cuda_devices import Cuda, CudaDevice, cuda_here
 from fatdeploy.runtimes.decode import decode
@@ -48,6 +39,7 @@ from fatdeploy.runtimes.options import DecodeOptions
 from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.runtimes.output_matrix import stored_output_rows
 from fatdeploy.runtimes.trt_modules import heard, listening, logger_of, tensorrt_module
+from fatdeploy.targets import Flavour, Precision
 from tests.bundles import bundle_of, half_of, model_of
 
 ROOT = Path(__file__).parent.parent

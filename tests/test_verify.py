@@ -12,12 +12,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from fatdeploy.bundle import PARITY, PROBES, read_bundle, write_manifest
+from fatdeploy.bundle import read_bundle, write_manifest
 from fatdeploy.cli import main
 from fatdeploy.errors import BundleError, ExportFailed, ParityFailed
 from fatdeploy.export.certify import drawn_probes
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.reference.checkpoint import save_checkpoint
+from fatdeploy.manifest import PARITY, PROBES
 from fatdeploy.runtimes.lockstep import SAFE_MARGINS
 from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.runtimes.verify import read_probes, verified

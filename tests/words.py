@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from fatdeploy.bundle import Bundle, Dialect
+from fatdeploy.bundle import Bundle
 from fatdeploy.export.contract import Choices, flat_model
 from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.g2p import CHECKPOINT, NAME
@@ -10,6 +10,7 @@ from fatdeploy.export.g2p.data import dictionary_file, entries_from_text, parts_
 from fatdeploy.export.pipeline import write_bundle
 from fatdeploy.export.sources import model_from_source
 from fatdeploy.runtimes.text import tokenizer_from_file
+from fatdeploy.targets import Dialect
 from tests.bundles import TARGETS, shared_bundle
 
 

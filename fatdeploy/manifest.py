@@ -1,0 +1,131 @@
+"""The manifest of a bundle: records that say what it is, who made it and how. ``bundle.py`` reads and writes it."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fatdeploy.plans import Part, PlanRecord
+from fatdeploy.spec import ModelSpec
+from fatdeploy.targets import CpuClass, Dialect, Precision, Target
+
+FORMAT = (1, 3)  # a reader takes any minor of its own major
+OUTPUT_MATRIX_SINCE = (1, 1)  # earlier manifests do not say whether there is one
+MANIFEST, ENCODER, DECODER, WEIGHTS = "manifest.json", "encoder.onnx", "decoder.onnx", "weights.bin"
+GRAPHS: dict[Part, str] = {"encoder": ENCODER, "decoder": DECODER}
+TOKENIZER, PARITY, PROBES = "tokenizer.json", "parity.json", "probes.npz"
+# Quantized bundles alone: the sources of the gate, and the graph that shows whether this CPU multiplies integers right.
+GATE, SATURATION = "gate.npz", "saturation.onnx"
+# Among the matrices of a Quantization: the table in which tokens are looked up, which may be one of the others.
+EMBEDDING = "embedding"
+WEIGHTS_ALONE = "int8 weights"  # an integer matrix that is multiplied with floats
+REQUIRED = (ENCODER, DECODER, WEIGHTS)  # unless both parts have plans: these are built from them on the device
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file of a bundle must be."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where the weights come from."""
+
+    name: str
+    sha256: str
+    licence: str | None
+
+
+@dataclass(frozen=True)
+class WeightGroup:
+    """How much of the weights belongs to one part of the model; what parts share is counted once."""
+
+    tensors: int
+    parameters: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class OutputMatrix:
+    """Where the weights hold the matrix [V, M] that makes logits of a hidden state; transposed it stands as [M, V].
+
+    Integers have scales, float32 at an offset of their own: one a row of V, or of ``int4`` one for each ``block_size``
+    numbers of a row. ``zeros`` are of blocks that are not symmetric, two a byte.
+    """
+
+    offset: int
+    dtype: Literal["float32", "float16", "bfloat16", "int8", "int4"]
+    transposed: bool
+    scales: int | None = None
+    zeros: int | None = None
+    block_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("offset", "scales", "zeros"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} must be 0 or more, found {value}")
+        if (self.scales is None) == self.dtype.startswith("int"):
+            raise ValueError(f"integers and nothing else have scales, found {self.dtype} and scales at {self.scales}")
+        if (self.block_size is None) != (self.dtype != "int4") or (self.block_size or 2) < 2:
+            raise ValueError(f"int4 and nothing else has blocks of 2 or more, found {self.dtype} of {self.block_size}")
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How the matrices of a bundle became integers.
+
+    ``matrices`` says of each how: ``int8 static``, ``int8 by row``, ``int8 weights`` (activations stay floats),
+    ``int4``, ``fp32``. ``weight_bits`` are those of 8-bit weights that are used: 7 of them cannot saturate on any CPU.
+    ``enforced`` is whether a bar had to be met.
+    """
+
+    cpu: CpuClass
+    weight_bits: Literal[7, 8]
+    matrices: dict[str, str]
+    enforced: bool
+
+    @property
+    def kinds(self) -> set[str]:
+        """How matrices are stored that something is multiplied with."""
+        return {kind for name, kind in self.matrices.items() if name != EMBEDDING}
+
+    @property
+    def weights_alone(self) -> bool:
+        """Whether no activation becomes integers, so that no integers are multiplied."""
+        kinds = self.kinds
+        return WEIGHTS_ALONE in kinds and kinds <= {WEIGHTS_ALONE, "fp32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a bundle is, who made it and how; ``write_manifest`` fills in ``files``.
+
+    ``onnxruntime`` is the range of versions that it was verified with, ``settings`` are the choices that the exporter
+    made by itself, ``histograms`` count operators: graph, then stage of the export, then operator.
+    ``output_matrix`` is None if logits are something else than a hidden state times a matrix, ``quantization`` is None
+    of fp32, fp16 and bf16, ``plans`` are the TensorRT engines among the files.
+    """
+
+    spec: ModelSpec
+    target: Target
+    precision: Precision
+    dialect: Dialect
+    opset: int
+    versions: dict[str, str]
+    source: Provenance
+    onnxruntime: tuple[str, str] | None = None
+    settings: dict[str, object] = field(default_factory=dict)
+    histograms: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+    weights: dict[str, WeightGroup] = field(default_factory=dict)
+    output_matrix: OutputMatrix | None = None
+    quantization: Quantization | None = None
+    plans: tuple[PlanRecord, ...] = ()
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    format: tuple[int, int] = FORMAT
+
+    @property
+    def branches(self) -> bool:
+        """Whether the decoder graph is told what to compute: only onnxruntime's dialect has branches."""
+        return self.dialect == "ort"
