@@ -1,0 +1,175 @@
+"""The certificate: what is written comes back, what is damaged is one error, and bundles of every format load."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fatdeploy
+from fatdeploy.bundle import Bundle, read_bundle, write_manifest
+from fatdeploy.certificate import (
+    Certificate,
+    CpuCheck,
+    CudaRecord,
+    GateResult,
+    HalfParity,
+    LogitAgreement,
+    MetricChange,
+    OwnGraphs,
+    Parity,
+    TokenAgreement,
+    read_certificate,
+    write_certificate,
+)
+from fatdeploy.errors import BundleError
+from fatdeploy.machine import Machine
+from fatdeploy.manifest import FORMAT, PARITY
+from fatdeploy.runtimes.certified import promise_of
+
+DATA = Path(__file__).parent / "data" / "bundles"
+FORMATS = sorted(path.name for path in DATA.iterdir())
+SOURCE = [5, 6, 7, 8, 9, 10, 11]
+TOKENS = (10, 53, 57, 37, 37, 42, 49, 49)  # the reference's, whatever the format
+
+MACHINE = Machine("made up", None, "x86_64", ("avx2",), 4, None, "Linux 6.1", "3.11.7")
+HALF = HalfParity(4, 13, 832, 830, 830 / 832, None, 0.01, 12.0, 0.02, 1)
+FULL = Certificate(
+    engine="onnxruntime CPU",
+    parity=Parity(4, 13, 832, 51, 7e-07, 7e-07, 2e-05, 2e-04),
+    probes_sha256="ab" * 32,
+    versions={"fatdeploy": "0.2.0"},
+    machine=MACHINE,
+    agreement=LogitAgreement(13, 832, 0, 8e-07, 0.04, 2e-04),
+    precision="int8",
+    gate=GateResult(
+        agreement=TokenAgreement(200, 199, 10, 9),
+        metric=MetricChange("bleu", 30.0, 29.5),
+        median_error_of_margin=0.01,
+        steps_in_danger=0.02,
+        bar=0.99,
+        points=0.3,
+        enforced=True,
+        kept=("output",),
+        row_difference=0.0,
+    ),
+    checked_on=(CpuCheck("x86-vnni", 0.995, MACHINE),),
+    executed="copies",
+    own_graphs=OwnGraphs("its own graphs", HALF),
+    cuda=CudaRecord("no GPU", {"decoder.onnx": ("Acosh",)}),
+)
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Bundle:
+    """Return a quantized bundle that a test may change."""
+    shutil.copytree(DATA / "1.3", tmp_path / "bundle")
+    return read_bundle(tmp_path / "bundle")
+
+
+def rewritten(bundle: Bundle, values: object) -> Bundle:
+    """Return the bundle with another certificate, its hashes right."""
+    (bundle.path / PARITY).write_text(values if isinstance(values, str) else json.dumps(values))
+    return write_manifest(bundle.path, bundle.manifest)
+
+
+# -- every released format ---------------------------------------------------------------------------------------------
+
+
+def test_a_bundle_of_every_format_is_kept() -> None:
+    assert [f"{FORMAT[0]}.{minor}" for minor in range(FORMAT[1] + 1)] == FORMATS
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_bundle_of_every_format_loads_and_decodes(name: str) -> None:
+    with fatdeploy.load(DATA / name, threads=1) as model:
+        assert model.bundle.manifest.format == tuple(map(int, name.split(".")))
+        (hypothesis,) = model.generate([SOURCE], fatdeploy.DecodeOptions(max_new_tokens=8))
+    assert tuple(hypothesis.tokens) == TOKENS
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_certificate_of_every_format_is_read_and_says_what_the_file_says(name: str) -> None:
+    bundle = read_bundle(DATA / name)
+    certificate = read_certificate(bundle)
+    assert certificate.as_dict() == json.loads((DATA / name / PARITY).read_text())
+    assert certificate.parity.tokens == 13 * 16
+    promise = promise_of(bundle)
+    quantized = bundle.manifest.quantization is not None
+    assert (promise.share == 1.0) == (not quantized) == (promise.bar is not None)
+
+
+# -- writing and reading -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "certificate",
+    [
+        FULL,
+        replace(FULL, gate=None, precision=None, checked_on=(), executed=None, own_graphs=None, cuda=None),
+        replace(FULL, parity=HALF, agreement=None, own_graphs=OwnGraphs("not executed")),
+    ],
+)
+def test_what_is_written_comes_back(copied: Bundle, certificate: Certificate) -> None:
+    write_certificate(copied.path, certificate)
+    assert read_certificate(write_manifest(copied.path, copied.manifest)) == certificate
+
+
+def test_what_a_bundle_does_not_have_is_left_out() -> None:
+    plain = replace(FULL, gate=None, precision=None, checked_on=(), executed=None, own_graphs=None, cuda=None)
+    assert set(plain.as_dict()) == {"engine", "parity", "probes_sha256", "versions", "machine", "agreement"}
+    own = FULL.as_dict()["own_graphs"]
+    assert (own["executed"], own["same"], own["tokens"]) == ("its own graphs", 830, 832)
+    gate = FULL.as_dict()["gate"]
+    assert (gate["agreement"]["share"], gate["metric"]["lost"]) == (0.995, 0.5)
+
+
+def test_lines_for_people() -> None:
+    assert FULL.gate is not None
+    assert FULL.gate.line("int8") == (
+        "int8: 99.50% of 200 tokens and 9 of 10 targets are the reference's, bleu 29.50 (reference 30.00); kept in a "
+        "higher precision: output"
+    )
+    assert replace(FULL.gate, enforced=False, kept=()).line("int8").endswith("(random weights: reported, no bar)")
+    assert FULL.parity.line().startswith("832 tokens of 13 rows are the reference's; chosen logits within 7.0e-07")
+    assert HALF.line().startswith("830 of 832 tokens of 13 rows (99.76%) are the reference's")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"engine": 3}, r"engine: expected str, found 3"),
+        ({"parity": {}}, r"parity: expected an object"),
+        ({"gate": {}}, r"gate\.agreement: missing; gate\.metric: missing"),
+        ({"machine": None, "versions": []}, r"versions: expected .*; machine: expected"),
+        ({"surprise": 1}, r"surprise: unknown"),
+    ],
+)
+def test_a_damaged_certificate_is_one_error_with_every_reason(
+    copied: Bundle, changes: dict[str, Any], reason: str
+) -> None:
+    values = json.loads((copied.path / PARITY).read_text())
+    with pytest.raises(BundleError, match=rf"parity\.json cannot be read: {reason}.*; export the bundle again"):
+        read_certificate(rewritten(copied, {**values, **changes}))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "\x00", "3"])
+def test_a_file_that_is_no_certificate_is_an_error_of_the_bundle(copied: Bundle, text: str) -> None:
+    with pytest.raises(BundleError, match=r"parity\.json cannot be read: .*; export the bundle again"):
+        read_certificate(rewritten(copied, text))
+
+
+def test_a_later_minor_may_add_to_a_certificate(copied: Bundle) -> None:
+    values = json.loads((copied.path / PARITY).read_text())
+    (copied.path / PARITY).write_text(json.dumps({**values, "surprise": 1}))
+    later = write_manifest(copied.path, replace(copied.manifest, format=(FORMAT[0], FORMAT[1] + 1)))
+    assert read_certificate(later).parity.tokens == 13 * 16
+
+
+def test_counts_that_cannot_be_are_refused(copied: Bundle) -> None:
+    values = json.loads((copied.path / PARITY).read_text())
+    values["gate"]["agreement"] |= {"same_tokens": 7, "tokens": 3}
+    with pytest.raises(BundleError, match=r"gate\.agreement: expected some of at least one token, found 7 of 3"):
+        read_certificate(rewritten(copied, values))
