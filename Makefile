@@ -1,4 +1,5 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Both create .venv and install what they need.
+# A release is `make check-tag TAG=v1.2.3`, `make dist` and `make wheel-test`, which .github/workflows/release.yml calls.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +11,9 @@ TEST_ARGS ?= -n auto --dist worksteal --durations=15
 GPU_VENV := .venv-gpu
 GPU_ARGS ?=
 
-.PHONY: demo test test-slow lint types pytest format bench test-gpu clean
+WHEEL_VENV := .venv-wheel
+
+.PHONY: demo test test-slow lint types pytest format bench test-gpu check-tag dist wheel-test clean
 
 demo: $(VENV)/.export
 	$(BIN)/fatdeploy demo --bundle build/g2p.bundle
@@ -61,8 +64,30 @@ test-gpu:
 	$(GPU_VENV)/bin/pip install --quiet --disable-pip-version-check -e '.[cuda]'
 	$(TEST_ENV) $(GPU_VENV)/bin/python -m benchmarks.gpu_acceptance $(GPU_ARGS)
 
+# A tag that names another version than the package must not become a release.
+check-tag:
+	@version=$$($(PYTHON) -c 'from fatdeploy._version import VERSION; print(VERSION)') && \
+	if [ "$$TAG" = "v$$version" ]; then echo "check-tag: $$TAG is the version in fatdeploy/_version.py"; \
+	else echo "check-tag: expected TAG=v$$version as in fatdeploy/_version.py, found TAG=$$TAG" >&2; exit 1; fi
+
+# The source archive, and the wheel made from it. What an older build left would be published too, so it goes first.
+dist: $(VENV)/.dev
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist
+
+# The wheel in dist as a device gets it, in an environment without torch: it must run and prove a bundle.
+wheel-test: $(VENV)/.dev
+	test -f dist/*.whl || { echo "wheel-test: expected one wheel in dist, run make dist first" >&2; exit 1; }
+	$(TEST_ENV) $(BIN)/pytest tests/test_wheel.py
+	rm -rf $(WHEEL_VENV)
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt "$$(echo dist/*.whl)[cpu,text]"
+	$(BIN)/fatdeploy export g2p --out $(WHEEL_VENV)/g2p.bundle
+	cd $(WHEEL_VENV) && bin/fatdeploy --help && bin/fatdeploy doctor && bin/fatdeploy verify g2p.bundle \
+	  && bin/fatdeploy run g2p.bundle hello
+
 clean:
-	rm -rf $(VENV) $(GPU_VENV) build dist *.egg-info
+	rm -rf $(VENV) $(GPU_VENV) $(WHEEL_VENV) build dist *.egg-info
 
 $(VENV)/.export $(VENV)/.dev: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -1,3 +1,3 @@
 """The version, in a file without imports so that the build can read it."""
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
