@@ -44,25 +44,25 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.dev
-	$(BIN)/python -m benchmarks.reference_greedy
-	$(BIN)/python -m benchmarks.engines_greedy
-	$(BIN)/python -m benchmarks.engines_greedy --part export --out benchmarks/results/export_time.json
-	$(BIN)/python -m benchmarks.quantized
-	$(BIN)/python -m benchmarks.engines_beam
-	$(BIN)/python -m benchmarks.beam_rows
-	$(BIN)/python -m benchmarks.loop_overhead
-	$(BIN)/python -m benchmarks.load
-	$(BIN)/python -m benchmarks.g2p $(if $(wildcard build/g2p/transformer),--compared build/g2p/transformer)
-	$(BIN)/python -m benchmarks.readme
+	$(BIN)/python -m benchmarks.greedy.reference
+	$(BIN)/python -m benchmarks.greedy.run
+	$(BIN)/python -m benchmarks.greedy.run --part export --out benchmarks/results/export_time.json
+	$(BIN)/python -m benchmarks.quantized.run
+	$(BIN)/python -m benchmarks.beams.run
+	$(BIN)/python -m benchmarks.beams.rows
+	$(BIN)/python -m benchmarks.loop.run
+	$(BIN)/python -m benchmarks.load.run
+	$(BIN)/python -m benchmarks.g2p.run $(if $(wildcard build/g2p/transformer),--compared build/g2p/transformer)
+	$(BIN)/python -m benchmarks.readme.run
 
 # On a machine with an NVIDIA GPU: every test that needs one and a benchmark of each GPU target, in gpu-report.json.
 test-gpu:
-	@$(PYTHON) -P benchmarks/gpu_here.py
+	@$(PYTHON) -P benchmarks/gpu/here.py
 	test -x $(GPU_VENV)/bin/python || $(PYTHON) -m venv $(GPU_VENV)
 	$(GPU_VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,tensorrt,rtx]'
 	$(GPU_VENV)/bin/pip uninstall --quiet --yes onnxruntime onnxruntime-gpu
 	$(GPU_VENV)/bin/pip install --quiet --disable-pip-version-check -e '.[cuda]'
-	$(TEST_ENV) $(GPU_VENV)/bin/python -m benchmarks.gpu_acceptance $(GPU_ARGS)
+	$(TEST_ENV) $(GPU_VENV)/bin/python -m benchmarks.gpu.run $(GPU_ARGS)
 
 # A tag that names another version than the package must not become a release.
 check-tag:
@@ -78,7 +78,7 @@ dist: $(VENV)/.dev
 # The wheel in dist as a device gets it, in an environment without torch: it must run and prove a bundle.
 wheel-test: $(VENV)/.dev
 	test -f dist/*.whl || { echo "wheel-test: expected one wheel in dist, run make dist first" >&2; exit 1; }
-	$(TEST_ENV) $(BIN)/pytest tests/test_wheel.py
+	$(TEST_ENV) $(BIN)/pytest tests/project/test_wheel.py
 	rm -rf $(WHEEL_VENV)
 	$(PYTHON) -m venv $(WHEEL_VENV)
 	$(WHEEL_VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt "$$(echo dist/*.whl)[cpu,text]"

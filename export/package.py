@@ -21,9 +21,9 @@ from fatdeploy.export.graph_files import (
     tensor_data,
     write_structure,
 )
-from fatdeploy.export.integers import WeightBits, best_blocks, columns_from_matrix
-from fatdeploy.export.quantize import BESIDE_INTEGERS, MatrixPrecision
-from fatdeploy.export.trace import INNER
+from fatdeploy.export.quantize.integers import WeightBits, best_blocks, columns_from_matrix
+from fatdeploy.export.quantize.rewrite_ort import BESIDE_INTEGERS, MatrixPrecision
+from fatdeploy.export.tracing.trace import INNER
 from fatdeploy.manifest import DECODER, WEIGHTS, OutputMatrix, WeightGroup
 
 # Vector loads want 64 bytes; a page is not needed, onnxruntime aligns its mapping itself.

@@ -15,30 +15,30 @@ from torch import nn
 from fatdeploy.bundle import Bundle, read_bundle, write_manifest
 from fatdeploy.certificate import read_certificate, write_certificate
 from fatdeploy.errors import BundleError, CheckpointError, ConfigError
-from fatdeploy.export.certify import certified, drawn_probes
-from fatdeploy.export.certify_half import certified_half
-from fatdeploy.export.contract import Flat, flat_model
-from fatdeploy.export.cuda_target import cuda_record, decoder_seams, runs_on_cuda
-from fatdeploy.export.dialects import OPSET
-from fatdeploy.export.eager import EagerEngine
-from fatdeploy.export.examples import Example, examples_from_file, random_examples
-from fatdeploy.export.gate import RANDOM_STEPS, metric_of
 from fatdeploy.export.graph_files import op_histogram
-from fatdeploy.export.half import half_array, halved
+from fatdeploy.export.half.rewrite import half_array, halved
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.export.models.exportable import Flat, flat_model
 from fatdeploy.export.package import placed_output_matrix, write_graphs
-from fatdeploy.export.precision import Asked, Quantizer, Trial, check_asked
+from fatdeploy.export.proof.certify import certified, drawn_probes
+from fatdeploy.export.proof.certify_half import certified_half
+from fatdeploy.export.proof.cuda_ops import cuda_record, decoder_seams, runs_on_cuda
+from fatdeploy.export.quantize.examples import Example, examples_from_file, random_examples
+from fatdeploy.export.quantize.gate import RANDOM_STEPS, metric_of
+from fatdeploy.export.quantize.quantizer import Asked, Quantizer, Trial, check_asked
 from fatdeploy.export.reference.checkpoint import stored_tensors
-from fatdeploy.export.reference.scaling import scaled_queries
 from fatdeploy.export.reference.seams import Seams
-from fatdeploy.export.simplify import Arrays, simplified
-from fatdeploy.export.trace import traced_decoder, traced_encoder
+from fatdeploy.export.tracing.dialects import OPSET
+from fatdeploy.export.tracing.scaled_queries import scaled_queries
+from fatdeploy.export.tracing.simplify import Arrays, simplified
+from fatdeploy.export.tracing.trace import traced_decoder, traced_encoder
 from fatdeploy.folders import replaced_folder
 from fatdeploy.manifest import DECODER, ENCODER, GATE, PROBES, TOKENIZER, Manifest, Provenance
-from fatdeploy.runtimes.engine import Want
-from fatdeploy.runtimes.gate import write_material
-from fatdeploy.runtimes.ort_sessions import onnxruntime_module
-from fatdeploy.runtimes.text import Tokenizer, tokenizer_from_file
-from fatdeploy.runtimes.verify import write_probes
+from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
+from fatdeploy.runtimes.engines.protocol import Want
+from fatdeploy.runtimes.proof.gate import write_material
+from fatdeploy.runtimes.proof.probes import write_probes
+from fatdeploy.runtimes.text.tokenizer import Tokenizer, tokenizer_from_file
 from fatdeploy.spec import ModelSpec, TensorSpec
 from fatdeploy.targets import DEFAULT_TARGET, TARGETS, Dialect, FloatPrecision, Precision, Target, TargetRecord
 

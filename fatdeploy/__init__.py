@@ -24,21 +24,21 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 # Public names that need numpy or a runtime come when they are asked for: the help and the doctor have neither.
 _ON_USE = {
-    "DecodeOptions": "fatdeploy.runtimes.options",
-    "Event": "fatdeploy.runtimes.streaming",
-    "Hypothesis": "fatdeploy.runtimes.hypothesis",
+    "DecodeOptions": "fatdeploy.runtimes.decoding.options",
+    "Event": "fatdeploy.runtimes.decoding.streaming",
+    "Hypothesis": "fatdeploy.runtimes.decoding.hypothesis",
     "Model": "fatdeploy.runtimes.model",
-    "Stream": "fatdeploy.runtimes.streaming",
+    "Stream": "fatdeploy.runtimes.decoding.streaming",
     "inspect": "fatdeploy.runtimes.inspection",
     "load": "fatdeploy.runtimes.model",
 }
 
 if TYPE_CHECKING:
-    from fatdeploy.runtimes.hypothesis import Hypothesis
+    from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
+    from fatdeploy.runtimes.decoding.options import DecodeOptions
+    from fatdeploy.runtimes.decoding.streaming import Event, Stream
     from fatdeploy.runtimes.inspection import inspect
     from fatdeploy.runtimes.model import Model, load
-    from fatdeploy.runtimes.options import DecodeOptions
-    from fatdeploy.runtimes.streaming import Event, Stream
 else:
 
     def __getattr__(name: str) -> Any:

@@ -14,21 +14,21 @@ from fatdeploy.errors import FatdeployError
 # Name of a command -> the module that holds it. Modules are imported when a command is named (or listed), and import
 # torch or onnxruntime only inside a command: the help of a device that has neither is complete and quick.
 COMMANDS = {
-    "bench": "fatdeploy.runtimes.bench_command",
-    "build": "fatdeploy.export.build_command",
-    "demo": "fatdeploy.export.commands",
-    "doctor": "fatdeploy.runtimes.commands",
-    "eval": "fatdeploy.runtimes.eval_command",
-    "export": "fatdeploy.export.commands",
-    "inspect": "fatdeploy.runtimes.commands",
-    "presets": "fatdeploy.export.commands",
-    "run": "fatdeploy.runtimes.run_command",
-    "train": "fatdeploy.export.train_command",
-    "verify": "fatdeploy.runtimes.commands",
+    "bench": "fatdeploy.runtimes.commands.bench",
+    "build": "fatdeploy.runtimes.commands.build",
+    "demo": "fatdeploy.export.commands.export",
+    "doctor": "fatdeploy.runtimes.commands.device_commands",
+    "eval": "fatdeploy.runtimes.commands.eval",
+    "export": "fatdeploy.export.commands.export",
+    "inspect": "fatdeploy.runtimes.commands.device_commands",
+    "presets": "fatdeploy.export.commands.export",
+    "run": "fatdeploy.runtimes.commands.run",
+    "train": "fatdeploy.export.commands.train",
+    "verify": "fatdeploy.runtimes.commands.device_commands",
 }
 
 # What `verify --against` compares with. The frame knows both sides; device-side modules import nothing of the exporter.
-AGAINST = "fatdeploy.export.commands", "compared_with_live"
+AGAINST = "fatdeploy.export.commands.export", "compared_with_live"
 
 log = logging.getLogger("fatdeploy")
 

@@ -16,18 +16,18 @@ from numpy.typing import NDArray
 from fatdeploy.bundle import Bundle, read_bundle
 from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, in_one_line
 from fatdeploy.manifest import TOKENIZER
-from fatdeploy.runtimes.batching import batches_of
-from fatdeploy.runtimes.decode import Decoding, check_sources, row_of, wrong_source
-from fatdeploy.runtimes.deltas import Deltas
-from fatdeploy.runtimes.engine import Engine
-from fatdeploy.runtimes.engines import most_sources_of, opened_engine
-from fatdeploy.runtimes.hypothesis import Hypothesis
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.ort_sessions import onnxruntime_module
-from fatdeploy.runtimes.stops import cut_text
-from fatdeploy.runtimes.streaming import Stream
-from fatdeploy.runtimes.text import Encoded, Tokenizer, tokenizer_from_file
-from fatdeploy.runtimes.tokenizer_files import UNK
+from fatdeploy.runtimes.decoding.deltas import Deltas
+from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
+from fatdeploy.runtimes.decoding.loop import Decoding, check_sources, row_of, wrong_source
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.decoding.sources import batches_of
+from fatdeploy.runtimes.decoding.stops import cut_text
+from fatdeploy.runtimes.decoding.streaming import Stream
+from fatdeploy.runtimes.engines.opening import most_sources_of, opened_engine
+from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
+from fatdeploy.runtimes.engines.protocol import Engine
+from fatdeploy.runtimes.text.tokenizer import Encoded, Tokenizer, tokenizer_from_file
+from fatdeploy.runtimes.text.tokenizer_json import UNK
 from fatdeploy.spec import ModelSpec, Tokens
 from fatdeploy.targets import TARGETS, Provider
 

@@ -7,7 +7,7 @@ import tempfile
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.bundles import SHARED
+from tests.support.bundles import SHARED
 
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ci")

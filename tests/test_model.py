@@ -17,14 +17,14 @@ import pytest
 import fatdeploy
 from fatdeploy import BackendUnavailable, BundleError, ConfigError, DecodeOptions, Hypothesis, SpecMismatch
 from fatdeploy.bundle import Bundle, write_manifest
-from fatdeploy.export.eager import EagerEngine
-from fatdeploy.export.tokenizers import built_tokenizer
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.export.training.tokenizers import built_tokenizer
 from fatdeploy.manifest import TOKENIZER
-from fatdeploy.runtimes.buffers import MOST_WAITING
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.tokenizer_files import Kind
-from tests.bundles import bundle_of, model_of
-from tests.texts import bundle_with_coder, bundle_with_text, words
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.engines.ort.buffers import MOST_WAITING
+from fatdeploy.runtimes.text.tokenizer_json import Kind
+from tests.support.bundles import bundle_of, model_of
+from tests.support.text.texts import bundle_with_coder, bundle_with_text, words
 
 TINY = "transformer-tiny"
 SHORT = DecodeOptions(max_new_tokens=12)

@@ -1,4 +1,4 @@
-"""Write what the turns of ``engines_beam`` read, where it is not there yet: the reference's beams on safe sources."""
+"""Write what the turns of ``beams`` read, where it is not there yet: the reference's beams on safe sources."""
 
 import json
 import sys
@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.beam_turns import BeamSizes
+from benchmarks.beams.turns import BeamSizes
+from benchmarks.harness.prepare import prepared_model
+from benchmarks.harness.turns import Cache
 from benchmarks.peers.ctranslate2_model import write_ctranslate2_model
-from benchmarks.prepare import prepared_model
-from benchmarks.turns import Cache
-from fatdeploy.export.eager import EagerEngine, EagerState
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.engine import Capacity, Floats, Rows, StepOut, Want
-from fatdeploy.runtimes.hypothesis import Hypothesis
-from fatdeploy.runtimes.lockstep import NOISE, SAFE_MARGINS
-from fatdeploy.runtimes.options import DecodeOptions
+from fatdeploy.export.models.eager import EagerEngine, EagerState
+from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.protocol import Capacity, Floats, Rows, StepOut, Want
+from fatdeploy.runtimes.proof.lockstep import NOISE, SAFE_MARGINS
 from fatdeploy.spec import Mask, Tokens
 
 ATTEMPTS = 200  # of a source

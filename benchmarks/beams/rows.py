@@ -16,9 +16,9 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
-from benchmarks.measuring import RESULTS, provenance
-from fatdeploy.runtimes.buffers import move_rows
-from fatdeploy.runtimes.engine import Floats
+from benchmarks.harness.measuring import RESULTS, provenance
+from fatdeploy.runtimes.engines.ort.buffers import move_rows
+from fatdeploy.runtimes.engines.protocol import Floats
 from fatdeploy.spec import cache_specs
 
 OUT = RESULTS / "beam_rows.json"

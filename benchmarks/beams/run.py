@@ -13,8 +13,8 @@ from typing import Any, get_args
 
 import click
 
-from benchmarks.beam_turns import BeamPart, BeamSizes, BeamTurn
-from benchmarks.measuring import (
+from benchmarks.beams.turns import BeamPart, BeamSizes, BeamTurn
+from benchmarks.harness.measuring import (
     CACHE,
     MEASURED,
     RESULTS,
@@ -26,7 +26,7 @@ from benchmarks.measuring import (
     summary,
     write_result,
 )
-from benchmarks.turns import Cache
+from benchmarks.harness.turns import Cache
 from fatdeploy.bundle import read_bundle
 from fatdeploy.manifest import WEIGHTS
 
@@ -86,7 +86,7 @@ class Plan:
 def prepare(plan: Plan) -> None:
     """Write bundle, CTranslate2 model and sources, in a process of their own: torch stays out of this one."""
     cases = sorted({(turn.batch, turn.beams) for turn in plan.turns()})
-    result_apart("benchmarks.prepare_beams", json.dumps({"sizes": asdict(plan.sizes), "cases": {plan.preset: cases}}))
+    result_apart("benchmarks.beams.prepare", json.dumps({"sizes": asdict(plan.sizes), "cases": {plan.preset: cases}}))
 
 
 def result_from_turns(plan: Plan, found: dict[BeamTurn, list[Any]]) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def main(**options: Any) -> None:
     prepare(plan)
     kept = Kept(cache / f"{out.stem}.partial.json", {"plan": asdict(plan), "code": code_digest(*MEASURED)})
     found = measured(
-        "benchmarks.beam_turns", plan.n_rounds(), {"sizes": asdict(plan.sizes)}, kept, lambda turn: turn.threads
+        "benchmarks.beams.turns", plan.n_rounds(), {"sizes": asdict(plan.sizes)}, kept, lambda turn: turn.threads
     )
     write_result(out, {**provenance(PACKAGES), **result_from_turns(plan, found)}, kept)
     click.echo(f"wrote {out}")

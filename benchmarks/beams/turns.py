@@ -14,17 +14,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.decoders import IMPORTED, repeated
-from benchmarks.measuring import Phases, timed_search
-from benchmarks.memory_alone import peak_bytes, resident_bytes
-from benchmarks.turns import Cache
-from benchmarks.watched import Watched
+from benchmarks.harness.decoders import IMPORTED, repeated
+from benchmarks.harness.measuring import Phases, timed_search
+from benchmarks.harness.memory_alone import peak_bytes, resident_bytes
+from benchmarks.harness.turns import Cache
+from benchmarks.harness.watched import Watched
 from fatdeploy.bundle import read_bundle
 from fatdeploy.manifest import WEIGHTS
-from fatdeploy.runtimes.decode import Decoding
-from fatdeploy.runtimes.hypothesis import Hypothesis
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
+from fatdeploy.runtimes.decoding.loop import Decoding
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.spec import Tokens
 
 BeamPart = Literal["beams", "memory", "shortlist"]

@@ -17,8 +17,8 @@ from typing import Any
 import click
 import numpy as np
 
-from benchmarks.g2p_targets import targets
-from benchmarks.measuring import (
+from benchmarks.g2p.targets import targets
+from benchmarks.harness.measuring import (
     CACHE,
     MEASURED,
     RESULTS,
@@ -34,9 +34,9 @@ from fatdeploy.export.g2p import CALIBRATION, CHECKPOINT, NAME, PROBES
 from fatdeploy.export.g2p.data import dictionary_file, entries_from_text, parts_of
 from fatdeploy.export.reference.checkpoint import CONFIG, TOKENIZER, WEIGHTS
 from fatdeploy.export.reference.config import ModelConfig
-from fatdeploy.export.tokenizers import loaded_tokenizer
 from fatdeploy.export.training.run import REPORT
-from fatdeploy.runtimes.metrics import sequence_error_rate, token_error_rate
+from fatdeploy.export.training.tokenizers import loaded_tokenizer
+from fatdeploy.runtimes.evaluation.metrics import sequence_error_rate, token_error_rate
 
 OUT = RESULTS / "g2p.json"
 PEER = "g2p-en==2.1.0"
@@ -106,7 +106,7 @@ def taken(turn: Turn, words: Path, bundle: Path | None, cache: Path, repetitions
         ]
         return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment).stdout)
     asked = {**asdict(turn), "words": str(words), "bundle": str(bundle), "threads": 1, "repetitions": repetitions}
-    return result_apart("benchmarks.g2p_turns", json.dumps(asked), blas_threads=1)
+    return result_apart("benchmarks.g2p.turns", json.dumps(asked), blas_threads=1)
 
 
 def errors(said: list[str], references: list[list[str]]) -> dict[str, float]:

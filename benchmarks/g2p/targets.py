@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.targets import judged
+from benchmarks.harness.targets import judged
 
 Row = dict[str, Any]
 

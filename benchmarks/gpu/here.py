@@ -4,13 +4,13 @@ import importlib.util
 import sys
 from pathlib import Path
 
-DEVICES = Path(__file__).parent.parent / "runtimes" / "cuda_devices.py"
+DEVICES = Path(__file__).parents[2] / "runtimes" / "doctor" / "cuda_driver.py"
 NEXT = "run it on a machine with an NVIDIA GPU and its driver; what this one can do: fatdeploy doctor"
 
 
 def reason_against(library: str | None = None) -> str | None:
     """Return why there is no GPU to test; None where there is one. Only the standard library is needed."""
-    spec = importlib.util.spec_from_file_location("cuda_devices", DEVICES)
+    spec = importlib.util.spec_from_file_location("cuda_driver", DEVICES)
     if spec is None or spec.loader is None:
         return f"{DEVICES} is gone"
     module = importlib.util.module_from_spec(spec)

@@ -14,13 +14,13 @@ from xml.etree import ElementTree
 
 import click
 
-from benchmarks.gpu_here import NEXT
+from benchmarks.gpu.here import NEXT
 from fatdeploy.errors import BackendUnavailable, ConfigError, FatdeployError
-from fatdeploy.runtimes.cuda_devices import cuda_here
-from fatdeploy.runtimes.doctor import Report, examine
-from fatdeploy.runtimes.gpus import gpus_here
+from fatdeploy.runtimes.doctor.cuda_driver import cuda_here
+from fatdeploy.runtimes.doctor.examine import Report, examine
+from fatdeploy.runtimes.doctor.gpu_clocks import gpus_here
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 REPORT = Path("gpu-report.json")
 FORMAT = 1
 SOURCES = ("g2p", "transformer-small")

@@ -13,8 +13,8 @@ import click
 import numpy as np
 import torch
 
-from benchmarks.measuring import RESULTS, Phases, provenance, result_apart, summary, timed_decode
-from fatdeploy.export.eager import EagerEngine
+from benchmarks.harness.measuring import RESULTS, Phases, provenance, result_apart, summary, timed_decode
+from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.reference.weights import model_from_preset
 
 OUT = RESULTS / "reference_greedy.json"
@@ -73,7 +73,7 @@ def main(  # the options are the benchmark's axes
     with click.progressbar(cases * rounds, file=sys.stderr, label="decoding") as turns:
         for preset, batch in turns:
             phases[preset, batch] += result_apart(
-                "benchmarks.reference_greedy", "--preset", preset, "--batch", batch, *fixed
+                "benchmarks.greedy.reference", "--preset", preset, "--batch", batch, *fixed
             )
     results = [
         {"preset": preset, "batch": batch, "repetitions": len(found), "phases": summary(found)}

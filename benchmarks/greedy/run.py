@@ -13,8 +13,8 @@ from typing import Any, get_args
 
 import click
 
-from benchmarks.decoders import STEP
-from benchmarks.measuring import (
+from benchmarks.harness.decoders import STEP
+from benchmarks.harness.measuring import (
     CACHE,
     MEASURED,
     RESULTS,
@@ -26,7 +26,7 @@ from benchmarks.measuring import (
     summary,
     write_result,
 )
-from benchmarks.turns import FLOAT32, FP32, Cache, Part, Sizes, Turn
+from benchmarks.harness.turns import FLOAT32, FP32, Cache, Part, Sizes, Turn
 from fatdeploy.bundle import read_bundle
 from fatdeploy.manifest import WEIGHTS
 
@@ -91,7 +91,7 @@ def prepare(plan: Plan) -> None:
         "greedy": {preset: plan.batches for preset in plan.presets if {"greedy", "memory"} & {*plan.parts}},
         "positions": {plan.steady_preset: plan.steady_batches} if "positions" in plan.parts else {},
     }
-    result_apart("benchmarks.prepare", json.dumps(needed))
+    result_apart("benchmarks.harness.prepare", json.dumps(needed))
 
 
 def result_from_turns(plan: Plan, found: dict[Turn, list[Any]]) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def main(**options: Any) -> None:
     prepare(plan)
     made_by = {"plan": asdict(plan), "code": code_digest(*MEASURED)}
     kept = Kept(cache / f"{out.stem}.partial.json", made_by)
-    found = measured("benchmarks.turns", plan.n_rounds(), {"sizes": asdict(plan.sizes)}, kept)
+    found = measured("benchmarks.harness.turns", plan.n_rounds(), {"sizes": asdict(plan.sizes)}, kept)
     write_result(out, {**provenance(PACKAGES), **result_from_turns(plan, found)}, kept)
     click.echo(f"wrote {out}")
 

@@ -11,11 +11,11 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from benchmarks.measuring import Phases, timed_decode
+from benchmarks.harness.measuring import Phases, timed_decode
 from fatdeploy.bundle import read_bundle
-from fatdeploy.runtimes.engine import Capacity, State, Stepper, Want
-from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.verify import Probe
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.protocol import Capacity, State, Stepper, Want
+from fatdeploy.runtimes.proof.probes import Probe
 from fatdeploy.spec import Mask, Tokens
 
 EngineName = Literal["fatdeploy", "ctranslate2", "plain", "reference"]
@@ -94,7 +94,7 @@ def reference_decoder(preset: str, probe: Probe, threads: int) -> Decoder:
     """Draw the reference's weights."""
     import torch
 
-    from fatdeploy.export.eager import EagerEngine
+    from fatdeploy.export.models.eager import EagerEngine
     from fatdeploy.export.reference.weights import model_from_preset
 
     torch.set_num_threads(threads)

@@ -17,13 +17,13 @@ import click
 import numpy as np
 
 from fatdeploy.machine import this_machine
-from fatdeploy.runtimes.decode import Decoding
-from fatdeploy.runtimes.engine import Capacity, Engine, State, Stepper, Want
-from fatdeploy.runtimes.hypothesis import Hypothesis
-from fatdeploy.runtimes.options import DecodeOptions
+from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
+from fatdeploy.runtimes.decoding.loop import Decoding
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.protocol import Capacity, Engine, State, Stepper, Want
 from fatdeploy.spec import Mask, Tokens
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 CACHE = ROOT / "build" / "benchmarks"  # what is prepared, and what is kept of a run that is not over
 # Folders whose code a time depends on.

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.harness.turns import Cache, Sizes
 from benchmarks.peers.ctranslate2_model import write_ctranslate2_model
-from benchmarks.turns import Cache, Sizes
-from fatdeploy.export.certify import drawn_probe
-from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.pipeline import Origin, write_bundle
+from fatdeploy.export.proof.certify import drawn_probe
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.weights import model_from_preset
-from fatdeploy.runtimes.lockstep import NOISE, SAFE_MARGINS
-from fatdeploy.runtimes.verify import write_probes
+from fatdeploy.runtimes.proof.lockstep import NOISE, SAFE_MARGINS
+from fatdeploy.runtimes.proof.probes import write_probes
 from fatdeploy.spec import Tokens
 
 ATTEMPTS = 100  # of a forced row
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def prepare_engines(described: dict[str, Any]) -> None:
-    """Prepare what ``engines_greedy`` compares."""
+    """Prepare what ``greedy`` compares."""
     sizes = Sizes(**described["sizes"])
     for preset, batches in described["greedy"].items():
         prepare_greedy(preset, batches, sizes)

@@ -1,7 +1,7 @@
 """Show where the time of a bundle's decoder step goes: ms by op type, and the nodes that cost most.
 
 onnxruntime's own record of some steps after a warm-up. Keeping it costs time at every op, so that shares say more than
-sums: how long a step takes is for ``quantized`` and ``engines_greedy`` to say.
+sums: how long a step takes is for ``quantized`` and ``greedy`` to say.
 """
 
 import json
@@ -18,10 +18,10 @@ from typing import Any
 import click
 import numpy as np
 
-from benchmarks.measuring import provenance, timed_decode
+from benchmarks.harness.measuring import provenance, timed_decode
 from fatdeploy.bundle import Bundle, read_bundle
 from fatdeploy.manifest import DECODER
-from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.spec import ModelSpec
 from fatdeploy.tables import aligned
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 import fatdeploy
-from benchmarks.decoders import (
+from benchmarks.harness.decoders import (
     IMPORTED,
     Decoder,
     EngineName,
@@ -27,12 +27,12 @@ from benchmarks.decoders import (
     repeated,
     timed_steps,
 )
-from benchmarks.measuring import Phases, code_digest
-from benchmarks.memory_alone import resident_bytes
+from benchmarks.harness.measuring import Phases, code_digest
+from benchmarks.harness.memory_alone import resident_bytes
 from fatdeploy.bundle import read_bundle
 from fatdeploy.manifest import WEIGHTS
-from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.verify import Probe, read_probes
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.proof.probes import Probe, read_probes
 from fatdeploy.spec import Tokens
 
 Part = Literal["greedy", "positions", "memory", "export"]

@@ -3,7 +3,7 @@
 from threading import Lock
 from typing import Any
 
-from fatdeploy.runtimes.ort import OrtEngine, OrtState
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine, OrtState
 from fatdeploy.spec import Mask, Tokens
 
 

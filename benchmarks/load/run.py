@@ -12,8 +12,7 @@ from typing import Any
 
 import click
 
-from benchmarks.load_turns import FLAT, WARM_UP, Sizes, Turn
-from benchmarks.measuring import (
+from benchmarks.harness.measuring import (
     CACHE,
     MEASURED,
     RESULTS,
@@ -24,7 +23,8 @@ from benchmarks.measuring import (
     result_apart,
     write_result,
 )
-from benchmarks.turns import Cache
+from benchmarks.harness.turns import Cache
+from benchmarks.load.turns import FLAT, WARM_UP, Sizes, Turn
 
 OUT = RESULTS / "load.json"
 PRESETS = ("transformer-tiny", "fat-tiny")
@@ -33,7 +33,7 @@ PACKAGES = ("fatdeploy", "onnxruntime", "numpy")
 
 def bundles_of(presets: tuple[str, ...], cache: Path) -> list[Turn]:
     """Return the bundles of presets, written in a process of their own: torch stays out of this one."""
-    result_apart("benchmarks.prepare", json.dumps({"bundles": presets, "cache": str(cache)}))
+    result_apart("benchmarks.harness.prepare", json.dumps({"bundles": presets, "cache": str(cache)}))
     return [Turn(name=preset, bundle=str(Cache(cache, preset).bundle)) for preset in presets]
 
 
@@ -73,7 +73,7 @@ def main(bundles: tuple[Path, ...], presets: tuple[str, ...], cache: Path, out: 
         turns += bundles_of(presets or PRESETS, cache)
     made_by = {"turns": [asdict(turn) for turn in turns], "sizes": asdict(sizes), "code": code_digest(*MEASURED)}
     kept = Kept(cache / f"{out.stem}.partial.json", made_by)
-    found = measured("benchmarks.load_turns", dict.fromkeys(turns, 1), {"sizes": asdict(sizes)}, kept)
+    found = measured("benchmarks.load.turns", dict.fromkeys(turns, 1), {"sizes": asdict(sizes)}, kept)
     result = {**provenance(PACKAGES), **result_from_turns(sizes, found)}
     write_result(out, result, kept)
     click.echo(f"wrote {out}")

@@ -14,14 +14,14 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from benchmarks.memory_alone import resident_bytes
-from benchmarks.watched import Watched
+from benchmarks.harness.memory_alone import resident_bytes
+from benchmarks.harness.watched import Watched
 from fatdeploy.bundle import Bundle, read_bundle
-from fatdeploy.runtimes.buffers import MOST_WAITING
-from fatdeploy.runtimes.hypothesis import Hypothesis
+from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.ort.buffers import MOST_WAITING
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.model import Model
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.ort import OrtEngine
 from fatdeploy.spec import ModelSpec
 
 # A stream that is closed or dropped, and a timeout, are cancellations: what was said before them is all there is.

@@ -12,8 +12,7 @@ from typing import Any, get_args
 import click
 import numpy as np
 
-from benchmarks.loop_turns import NEIGHBOURS, CaseName, Sizes, Turn
-from benchmarks.measuring import (
+from benchmarks.harness.measuring import (
     CACHE,
     MEASURED,
     RESULTS,
@@ -23,6 +22,7 @@ from benchmarks.measuring import (
     provenance,
     write_result,
 )
+from benchmarks.loop.turns import NEIGHBOURS, CaseName, Sizes, Turn
 
 OUT = RESULTS / "loop_overhead.json"
 # Microseconds a step that the loop may cost, the arg-max over the vocabulary included; the others have no target.
@@ -117,7 +117,7 @@ def main(**options: Any) -> None:
     plan = Plan(sizes=sizes, **options)
     kept = Kept(cache / f"{out.stem}.partial.json", {"plan": asdict(plan), "code": code_digest(*MEASURED)})
     rounds = dict.fromkeys(plan.turns(), plan.rounds)
-    found = measured("benchmarks.loop_turns", rounds, {"sizes": asdict(sizes)}, kept)
+    found = measured("benchmarks.loop.turns", rounds, {"sizes": asdict(sizes)}, kept)
     write_result(out, {**provenance(("fatdeploy", "numpy")), **result_from_turns(plan, found)}, kept)
     click.echo(f"wrote {out}")
 

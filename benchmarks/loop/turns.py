@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fatdeploy.runtimes.decode import Decoding
-from fatdeploy.runtimes.engine import Capacity, Floats, Rows, StepOut, Want
-from fatdeploy.runtimes.hypothesis import Hypothesis
-from fatdeploy.runtimes.options import DecodeOptions
+from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
+from fatdeploy.runtimes.decoding.loop import Decoding
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.protocol import Capacity, Floats, Rows, StepOut, Want
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 CaseName = Literal["greedy", "beams", "top_p", "beams_ngrams"]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from fatdeploy.runtimes.engine import Capacity, Floats, StepOut, Want
+from fatdeploy.runtimes.engines.protocol import Capacity, Floats, StepOut, Want
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 ENCODER, DECODER, SPEC = "encoder.onnx", "decoder.onnx", "spec.json"

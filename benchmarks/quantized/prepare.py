@@ -8,11 +8,11 @@ from typing import Any
 
 import ctranslate2
 
-from benchmarks.measuring import ROOT
+from benchmarks.harness.measuring import ROOT
+from benchmarks.harness.prepare import prepare_probes, prepared_model
+from benchmarks.harness.turns import FP32, Cache, Sizes
 from benchmarks.peers.ctranslate2_model import write_ctranslate2_model
 from benchmarks.peers.growing_caches import write_growing_caches
-from benchmarks.prepare import prepare_probes, prepared_model
-from benchmarks.turns import FP32, Cache, Sizes
 from fatdeploy.bundle import read_bundle
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.weights import model_from_preset

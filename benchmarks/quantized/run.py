@@ -15,8 +15,8 @@ from typing import Any, get_args
 
 import click
 
-from benchmarks.decoders import STEP, EngineName
-from benchmarks.measuring import (
+from benchmarks.harness.decoders import STEP, EngineName
+from benchmarks.harness.measuring import (
     CACHE,
     MEASURED,
     RESULTS,
@@ -28,10 +28,10 @@ from benchmarks.measuring import (
     summary,
     write_result,
 )
-from benchmarks.memory_alone import ENGINES as ALONE
-from benchmarks.quantized_targets import Row, fastest, p50, rows_of, targets, with_batch
-from benchmarks.quantized_turns import QuantizedTurn
-from benchmarks.turns import FP32, Cache, Sizes
+from benchmarks.harness.memory_alone import ENGINES as ALONE
+from benchmarks.harness.turns import FP32, Cache, Sizes
+from benchmarks.quantized.targets import Row, fastest, p50, rows_of, targets, with_batch
+from benchmarks.quantized.turns import QuantizedTurn
 from fatdeploy.bundle import read_bundle
 
 OUT = RESULTS / "quantized.json"
@@ -113,7 +113,7 @@ def prepare(options: dict[str, Any], sizes: Sizes) -> dict[str, str]:
     """
     needed = {name: options[name] for name in ("preset", "batches", "engines", "precisions")}
     computed: dict[str, str] = result_apart(
-        "benchmarks.prepare_quantized", json.dumps({"sizes": asdict(sizes), **needed})
+        "benchmarks.quantized.prepare", json.dumps({"sizes": asdict(sizes), **needed})
     )
     return computed
 
@@ -222,7 +222,7 @@ def main(**options: Any) -> None:
     plan = Plan(sizes=sizes, compute_types=tuple(computed), **options)
     kept = Kept(cache / f"{out.stem}.partial.json", {"plan": asdict(plan), "code": code_digest(*MEASURED)})
     found = measured(
-        "benchmarks.quantized_turns", plan.n_rounds(), {"sizes": asdict(sizes)}, kept, lambda turn: turn.threads
+        "benchmarks.quantized.turns", plan.n_rounds(), {"sizes": asdict(sizes)}, kept, lambda turn: turn.threads
     )
     result = result_from_turns(plan, found)
     write_result(out, {**provenance(PACKAGES), "preset": plan.preset, "compute_types": computed, **result}, kept)

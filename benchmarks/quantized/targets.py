@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.decoders import STEP, EngineName
-from benchmarks.targets import judged, limit_of
+from benchmarks.harness.decoders import STEP, EngineName
+from benchmarks.harness.targets import judged, limit_of
 
 Row = dict[str, Any]
 

@@ -14,14 +14,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.decoders import IMPORTED, Decoder, repeated
-from benchmarks.measuring import Phases, result_apart
-from benchmarks.profile_step import cache_bytes, profile_of, reading_speed, recorded
-from benchmarks.turns import EXACT, Cache, Setting, Sizes, loaded_decoder
+from benchmarks.harness.decoders import IMPORTED, Decoder, repeated
+from benchmarks.harness.measuring import Phases, result_apart
+from benchmarks.harness.profile_step import cache_bytes, profile_of, reading_speed, recorded
+from benchmarks.harness.turns import EXACT, Cache, Setting, Sizes, loaded_decoder
 from fatdeploy.bundle import read_bundle
 from fatdeploy.manifest import DECODER
-from fatdeploy.runtimes.bench_weights import bytes_a_step_reads
-from fatdeploy.runtimes.verify import Probe, read_probes
+from fatdeploy.runtimes.bench.weight_bytes import bytes_a_step_reads
+from fatdeploy.runtimes.proof.probes import Probe, read_probes
 from fatdeploy.spec import Tokens
 
 QuantizedPart = Literal["greedy", "forced", "memory", "profile"]
@@ -108,7 +108,7 @@ def memory(turn: QuantizedTurn, sizes: Sizes) -> dict[str, int]:
     probe, folder = probe_and_model(turn, sizes)
     sources = [row[real].tolist() for row, real in zip(probe.source, probe.mask, strict=True)]
     asked = {**asdict(turn), "folder": str(folder), "sources": sources, "target": sizes.target}
-    held: dict[str, int] = result_apart("benchmarks.memory_alone", json.dumps(asked), blas_threads=turn.threads)
+    held: dict[str, int] = result_apart("benchmarks.harness.memory_alone", json.dumps(asked), blas_threads=turn.threads)
     return held
 
 

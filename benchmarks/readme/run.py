@@ -5,14 +5,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.g2p_targets import targets as g2p_targets
-from benchmarks.plots import steps_picture
-from benchmarks.targets import verdict
+from benchmarks.g2p.targets import targets as g2p_targets
+from benchmarks.harness.targets import verdict
+from benchmarks.readme.plots import steps_picture
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
-BEGIN, END = "<!-- {block}: generated from benchmarks/results by benchmarks/readme.py -->", "<!-- end of {block} -->"
+BEGIN, END = (
+    "<!-- {block}: generated from benchmarks/results by benchmarks/readme/run.py -->",
+    "<!-- end of {block} -->",
+)
 
 
 ENGINES = {
@@ -365,7 +368,7 @@ def main() -> None:
             path.write_text(text)
         return
     old = [path.name for path, text in made.items() if not path.exists() or path.read_text() != text]
-    sys.exit(f"not what the results give: {', '.join(old)}; run python -m benchmarks.readme" if old else 0)
+    sys.exit(f"not what the results give: {', '.join(old)}; run python -m benchmarks.readme.run" if old else 0)
 
 
 if __name__ == "__main__":

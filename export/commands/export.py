@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack, get_args
 import click
 
 from fatdeploy.errors import BackendUnavailable
-from fatdeploy.export.build_command import EngineArguments, engine_lines, engine_options, progress
+from fatdeploy.runtimes.commands.build import EngineArguments, engine_lines, engine_options, progress
 from fatdeploy.tables import aligned
 from fatdeploy.targets import (
     DEFAULT_TARGET,
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     # Not at run time: a command's help must not need numpy.
     from fatdeploy.bundle import Bundle
     from fatdeploy.certificate import LogitAgreement
-    from fatdeploy.export.against import Watched
-    from fatdeploy.runtimes.engine import Engine
+    from fatdeploy.export.proof.live_model import Watched
+    from fatdeploy.runtimes.engines.protocol import Engine
 
 
 class ExportArguments(EngineArguments):
@@ -63,7 +63,7 @@ def compared_with_live(
 ) -> "LogitAgreement":
     """Return how close a bundle is to the live model that it is said to come from, for ``fatdeploy verify``."""
     need_export_packages()
-    from fatdeploy.export.against import compared_with_model
+    from fatdeploy.export.proof.live_model import compared_with_model
 
     return compared_with_model(bundle, engine, source, count, seed, watched)
 
@@ -117,7 +117,7 @@ def demo(words: tuple[str, ...], bundle: Path, as_json: bool) -> None:
     read, and how long a word takes. Capital letters are read as small ones.
     """
     need_export_packages()
-    from fatdeploy.export.demo import WORDS, demonstrated, picture_lines
+    from fatdeploy.export.g2p.demo import WORDS, demonstrated, picture_lines
 
     shown = demonstrated(words or WORDS, bundle, progress)
     if as_json:
@@ -269,10 +269,10 @@ def export(
     """
     need_export_packages()
     from fatdeploy.certificate import read_certificate
-    from fatdeploy.export.asked import choices_of, engines_of, precision_of, with_files
-    from fatdeploy.export.contract import flat_model
+    from fatdeploy.export.commands.export_options import choices_of, engines_of, precision_of, with_files
+    from fatdeploy.export.models.exportable import flat_model
+    from fatdeploy.export.models.loading import model_from_source
     from fatdeploy.export.pipeline import write_bundle
-    from fatdeploy.export.sources import model_from_source
 
     precision = precision_of(chosen)
     model, origin = model_from_source(source, licence=licence)

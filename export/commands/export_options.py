@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from fatdeploy.errors import BackendUnavailable, ConfigError, in_one_line
-from fatdeploy.export.build_command import asked_engines, refuse_engine_options
-from fatdeploy.export.contract import Choices
-from fatdeploy.export.gate import Bar
+from fatdeploy.export.models.exportable import Choices
 from fatdeploy.export.pipeline import Origin
-from fatdeploy.export.precision import Asked
-from fatdeploy.export.quantize import MatrixPrecision
-from fatdeploy.export.trt_build import finish_bundle, planned
+from fatdeploy.export.quantize.gate import Bar
+from fatdeploy.export.quantize.quantizer import Asked
+from fatdeploy.export.quantize.rewrite_ort import MatrixPrecision
+from fatdeploy.runtimes.commands.build import asked_engines, refuse_engine_options
+from fatdeploy.runtimes.engines.trt.build.build import finish_bundle, planned
 from fatdeploy.spec import ModelSpec
 from fatdeploy.targets import TARGETS, FloatPrecision, Target, either, engine_targets
 

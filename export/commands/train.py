@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from fatdeploy.export.commands import need_export_packages
+from fatdeploy.export.commands.export import need_export_packages
 from fatdeploy.export.training.settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def train(
     """
     need_export_packages()
     from fatdeploy.errors import ConfigError
-    from fatdeploy.export.names import typed_folder
+    from fatdeploy.export.models.names import typed_folder
     from fatdeploy.export.training.data import read_parts
     from fatdeploy.export.training.run import REPORT, Plan, Training
 

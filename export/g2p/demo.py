@@ -13,16 +13,16 @@ import fatdeploy
 from fatdeploy.bundle import Bundle, read_bundle
 from fatdeploy.certificate import HalfParity, Parity, read_certificate
 from fatdeploy.errors import ConfigError, in_one_line
-from fatdeploy.export.contract import Choices, flat_model
 from fatdeploy.export.g2p import LICENCE, NAME
+from fatdeploy.export.models.exportable import Choices, flat_model
+from fatdeploy.export.models.loading import bundled_model
 from fatdeploy.export.pipeline import weights_hash, write_bundle
-from fatdeploy.export.precision import Asked, Integers
-from fatdeploy.export.sources import bundled_model
-from fatdeploy.runtimes.gate import verified_quantized
-from fatdeploy.runtimes.hypothesis import Hypothesis
+from fatdeploy.export.quantize.quantizer import Asked, Integers
+from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.model import Model
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.runtimes.proof.gate import verified_quantized
 from fatdeploy.targets import DEFAULT_TARGET
 
 WORDS = (

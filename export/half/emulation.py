@@ -17,7 +17,7 @@ from fatdeploy.export.graph_files import (
     tensor_data,
     write_structure,
 )
-from fatdeploy.export.half_ops import branches_of, read
+from fatdeploy.export.half.roles import branches_of, read
 
 HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 

@@ -22,7 +22,7 @@ from fatdeploy.export.graph_files import (
     tensor_data,
     write_structure,
 )
-from fatdeploy.export.half_ops import branches_of, in_float32, read, spread
+from fatdeploy.export.half.roles import branches_of, in_float32, read, spread
 from fatdeploy.spec import ModelSpec
 from fatdeploy.targets import HalfPrecision
 

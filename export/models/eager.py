@@ -6,8 +6,18 @@ import numpy as np
 import torch
 
 from fatdeploy.errors import SpecMismatch
-from fatdeploy.export.contract import Memory, Tensors, flat_model
-from fatdeploy.runtimes.engine import Capacity, Floats, Ids, Rows, StepOut, Want, check_ids, check_want, sources_of_rows
+from fatdeploy.export.models.exportable import Memory, Tensors, flat_model
+from fatdeploy.runtimes.engines.protocol import (
+    Capacity,
+    Floats,
+    Ids,
+    Rows,
+    StepOut,
+    Want,
+    check_ids,
+    check_want,
+    sources_of_rows,
+)
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 

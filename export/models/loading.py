@@ -6,8 +6,8 @@ from torch import nn
 
 from fatdeploy.errors import ConfigError
 from fatdeploy.export import g2p
-from fatdeploy.export.names import check_meaning
-from fatdeploy.export.own import is_factory, model_from_factory
+from fatdeploy.export.models.names import check_meaning
+from fatdeploy.export.models.user_models import is_factory, model_from_factory
 from fatdeploy.export.pipeline import Origin
 from fatdeploy.export.reference.checkpoint import TOKENIZER, load_checkpoint
 from fatdeploy.export.reference.presets import preset_names

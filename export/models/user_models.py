@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fatdeploy.errors import ConfigError, ExportFailed, in_one_line
-from fatdeploy.export.contract import Flat, Memory, flat_model
+from fatdeploy.export.models.exportable import Flat, Memory, flat_model
 from fatdeploy.spec import ModelSpec, TensorSpec
 
 # A source of three tokens beside one of two, and so many target tokens: enough to see padding, rows and a second step.

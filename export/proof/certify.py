@@ -10,14 +10,15 @@ import numpy as np
 from fatdeploy.bundle import Bundle
 from fatdeploy.certificate import Certificate
 from fatdeploy.errors import ExportFailed, ParityFailed
-from fatdeploy.export.bisect import where_it_begins
-from fatdeploy.export.contract import Flat
-from fatdeploy.export.eager import EagerEngine
-from fatdeploy.export.known_tokens import KnownTokens
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.export.models.exportable import Flat
+from fatdeploy.export.proof.first_difference import where_it_begins
+from fatdeploy.export.proof.known_tokens import KnownTokens
 from fatdeploy.machine import this_machine
 from fatdeploy.manifest import PROBES
-from fatdeploy.runtimes.engine import Capacity, Floats, Want
-from fatdeploy.runtimes.lockstep import (
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.protocol import Capacity, Floats, Want
+from fatdeploy.runtimes.proof.lockstep import (
     NOISE,
     SAFE_MARGINS,
     Comparison,
@@ -25,8 +26,7 @@ from fatdeploy.runtimes.lockstep import (
     logit_agreement,
     margins_of,
 )
-from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.verify import Probe, verified
+from fatdeploy.runtimes.proof.probes import Probe, verified
 from fatdeploy.spec import ModelSpec, Tokens
 
 NEW_TOKENS = 48

@@ -10,17 +10,17 @@ import numpy as np
 from fatdeploy.bundle import Bundle, write_manifest
 from fatdeploy.certificate import Certificate, HalfParity, OwnGraphs
 from fatdeploy.errors import ParityFailed
-from fatdeploy.export.contract import Flat
-from fatdeploy.export.eager import EagerEngine
-from fatdeploy.export.known_tokens import KnownTokens
+from fatdeploy.export.half.emulation import rounded
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.export.models.exportable import Flat
 from fatdeploy.export.package import write_graphs
-from fatdeploy.export.rounded import rounded
+from fatdeploy.export.proof.known_tokens import KnownTokens
 from fatdeploy.machine import this_machine
 from fatdeploy.manifest import PROBES
-from fatdeploy.runtimes.engine import Capacity, Engine, Floats, Want
-from fatdeploy.runtimes.lockstep import Comparison, compared
-from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.verify import Probe, row_alone
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.protocol import Capacity, Engine, Floats, Want
+from fatdeploy.runtimes.proof.lockstep import Comparison, compared
+from fatdeploy.runtimes.proof.probes import Probe, row_alone
 
 # The share of the reference's tokens that a trained model must choose at least, each after the reference's own.
 LEAST_AGREEMENT = 0.995

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fatdeploy.certificate import CudaRecord
-from fatdeploy.export.cuda_dialect import CudaHalfSeams
 from fatdeploy.export.graph_files import graphs_of, read_structure
 from fatdeploy.export.reference.seams import Seams
+from fatdeploy.export.tracing.dialect_ort_cuda import CudaHalfSeams
 from fatdeploy.targets import FloatPrecision, TargetRecord
 
 # What the certificate says, in words, because it is easy to believe more.

@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fatdeploy.bundle import Bundle, write_manifest
-from fatdeploy.export.contract import Flat
-from fatdeploy.export.eager import EagerEngine, EagerState
 from fatdeploy.export.graph_files import read_structure, write_structure
+from fatdeploy.export.models.eager import EagerEngine, EagerState
+from fatdeploy.export.models.exportable import Flat
 from fatdeploy.export.package import write_graphs
-from fatdeploy.export.reference.scaling import scaled_queries
+from fatdeploy.export.tracing.scaled_queries import scaled_queries
 from fatdeploy.manifest import DECODER, ENCODER, WEIGHTS
-from fatdeploy.runtimes.engine import Capacity, Want
-from fatdeploy.runtimes.lockstep import NOISE, Comparison, compared
-from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.ort_sessions import onnxruntime_module
-from fatdeploy.runtimes.verify import Probe
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
+from fatdeploy.runtimes.engines.protocol import Capacity, Want
+from fatdeploy.runtimes.proof.lockstep import NOISE, Comparison, compared
+from fatdeploy.runtimes.proof.probes import Probe
 from fatdeploy.spec import TensorSpec
 
 Arrays = dict[str, NDArray[Any]]

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from fatdeploy.errors import ExportFailed
-from fatdeploy.export.eager import EagerEngine, EagerState
-from fatdeploy.runtimes.engine import Capacity, Floats, StepOut, Want
-from fatdeploy.runtimes.verify import Probe
+from fatdeploy.export.models.eager import EagerEngine, EagerState
+from fatdeploy.runtimes.engines.protocol import Capacity, Floats, StepOut, Want
+from fatdeploy.runtimes.proof.probes import Probe
 from fatdeploy.spec import Mask, Tokens
 
 # Positions that are read in one call: a call reads all weights, whether for one token or for many, and the logits of

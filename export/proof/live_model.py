@@ -9,11 +9,11 @@ import numpy as np
 from fatdeploy.bundle import Bundle
 from fatdeploy.certificate import LogitAgreement
 from fatdeploy.errors import SpecMismatch, in_one_line
-from fatdeploy.export.contract import Choices, Flat, flat_model
-from fatdeploy.export.eager import EagerEngine
-from fatdeploy.export.sources import model_from_source
-from fatdeploy.runtimes.engine import Engine
-from fatdeploy.runtimes.lockstep import compared, logit_agreement
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.export.models.exportable import Choices, Flat, flat_model
+from fatdeploy.export.models.loading import model_from_source
+from fatdeploy.runtimes.engines.protocol import Engine
+from fatdeploy.runtimes.proof.lockstep import compared, logit_agreement
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 BATCH, NEW_TOKENS = 8, 48

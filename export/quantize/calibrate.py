@@ -12,12 +12,12 @@ import onnx
 from numpy.typing import NDArray
 
 from fatdeploy.export.graph_files import read_structure, write_structure
-from fatdeploy.export.integers import Floats
-from fatdeploy.export.matrices import products_of, tensor_from_array
+from fatdeploy.export.quantize.integers import Floats
+from fatdeploy.export.quantize.matrices import products_of, tensor_from_array
 from fatdeploy.manifest import DECODER, ENCODER
-from fatdeploy.runtimes.decode import padded
-from fatdeploy.runtimes.engine import Want
-from fatdeploy.runtimes.ort_sessions import onnxruntime_module
+from fatdeploy.runtimes.decoding.loop import padded
+from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
+from fatdeploy.runtimes.engines.protocol import Want
 from fatdeploy.spec import ModelSpec, TensorSpec, Tokens
 
 Arrays = dict[str, NDArray[Any]]

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from fatdeploy.errors import ConfigError
 from fatdeploy.pairs import error_of_lines, read_sources
-from fatdeploy.runtimes.decode import wrong_source
-from fatdeploy.runtimes.run_options import ids_from_text
-from fatdeploy.runtimes.text import Tokenizer
+from fatdeploy.runtimes.commands.decode_options import ids_from_text
+from fatdeploy.runtimes.decoding.loop import wrong_source
+from fatdeploy.runtimes.text.tokenizer import Tokenizer
 from fatdeploy.spec import ModelSpec, Tokens
 
 # Random sources, and how long they are at most: long ones cost much and show nothing new.

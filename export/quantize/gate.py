@@ -8,15 +8,15 @@ import numpy as np
 
 from fatdeploy.certificate import MetricChange, TokenAgreement
 from fatdeploy.errors import BackendUnavailable, ConfigError, in_one_line
-from fatdeploy.export.eager import EagerEngine
-from fatdeploy.export.examples import Example
-from fatdeploy.runtimes.decode import decode, padded
-from fatdeploy.runtimes.engine import Engine, Floats
-from fatdeploy.runtimes.gate import BATCH, Material, forced_logits, token_agreement
-from fatdeploy.runtimes.lockstep import margins_of
-from fatdeploy.runtimes.metrics import METRICS, OF_TEXT, need_sacrebleu
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.text import PackageTokenizer, Tokenizer
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.export.quantize.examples import Example
+from fatdeploy.runtimes.decoding.loop import decode, padded
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.protocol import Engine, Floats
+from fatdeploy.runtimes.evaluation.metrics import METRICS, OF_TEXT, need_sacrebleu
+from fatdeploy.runtimes.proof.gate import BATCH, Material, forced_logits, token_agreement
+from fatdeploy.runtimes.proof.lockstep import margins_of
+from fatdeploy.runtimes.text.tokenizer import PackageTokenizer, Tokenizer
 from fatdeploy.spec import ModelSpec
 
 # Steps of random weights that are judged: their targets have no end of their own. Trained ones are judged to the end.

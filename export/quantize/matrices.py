@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from fatdeploy.export.graph_files import hold, tensor_data
-from fatdeploy.export.trace import INNER
+from fatdeploy.export.tracing.trace import INNER
 
 # Smaller matrices (a gate of one column, say) gain nothing and are often what the numbers hang on.
 SMALLEST = 1024

@@ -10,22 +10,22 @@ from typing import Literal
 from fatdeploy.bundle import Bundle, write_manifest
 from fatdeploy.certificate import Certificate, GateResult
 from fatdeploy.errors import ConfigError, ParityFailed, in_one_line
-from fatdeploy.export.calibrate import Said, Seen, activations_of
-from fatdeploy.export.contract import Flat
-from fatdeploy.export.eager import EagerEngine
-from fatdeploy.export.examples import Example
-from fatdeploy.export.gate import Bar, Gate, Judgement, fewest_kept, material_of
 from fatdeploy.export.graph_files import op_histogram, read_structure
-from fatdeploy.export.integers import Floats, WeightBits, best_range, row_noise
-from fatdeploy.export.matrices import OUTPUT, Scope, lookups_of, products_of
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.export.models.exportable import Flat
 from fatdeploy.export.package import placed_integers, write_graphs
-from fatdeploy.export.qdq import RangeMethod, symmetric_range, with_scales
-from fatdeploy.export.quantize import MatrixPrecision, MatrixRecipe, Recipe, quantized
-from fatdeploy.export.saturation import WEIGHT_BITS, check_cpu, write_saturation_probe
+from fatdeploy.export.quantize.calibrate import Said, Seen, activations_of
+from fatdeploy.export.quantize.examples import Example
+from fatdeploy.export.quantize.gate import Bar, Gate, Judgement, fewest_kept, material_of
+from fatdeploy.export.quantize.integers import Floats, WeightBits, best_range, row_noise
+from fatdeploy.export.quantize.matrices import OUTPUT, Scope, lookups_of, products_of
+from fatdeploy.export.quantize.rewrite_ort import MatrixPrecision, MatrixRecipe, Recipe, quantized
+from fatdeploy.export.quantize.rewrite_qdq import RangeMethod, symmetric_range, with_scales
+from fatdeploy.export.quantize.saturation_probe import WEIGHT_BITS, check_cpu, write_saturation_probe
 from fatdeploy.manifest import DECODER, EMBEDDING, SATURATION, WEIGHTS_ALONE, Manifest, OutputMatrix, Quantization
-from fatdeploy.runtimes.gate import check_rows, checked_on, row_kind
-from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.text import Tokenizer
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.proof.gate import check_rows, checked_on, row_kind
+from fatdeploy.runtimes.text.tokenizer import Tokenizer
 from fatdeploy.spec import ModelSpec
 from fatdeploy.tables import aligned
 from fatdeploy.targets import CpuClass, TargetRecord

@@ -19,8 +19,16 @@ from fatdeploy.export.graph_files import (
     tensor_data,
     write_structure,
 )
-from fatdeploy.export.integers import Blocks, Columns, Floats, Range, WeightBits, best_blocks, columns_from_matrix
-from fatdeploy.export.matrices import (
+from fatdeploy.export.quantize.integers import (
+    Blocks,
+    Columns,
+    Floats,
+    Range,
+    WeightBits,
+    best_blocks,
+    columns_from_matrix,
+)
+from fatdeploy.export.quantize.matrices import (
     Product,
     Scope,
     constant_array,

@@ -10,9 +10,9 @@ from onnx import helper
 
 from fatdeploy.errors import ExportFailed
 from fatdeploy.export.graph_files import read_structure
-from fatdeploy.export.integers import Floats, Range, columns_from_matrix
-from fatdeploy.export.matrices import Product, Scope, constant_array, lookups_of, tensor_from_array
-from fatdeploy.export.quantize import Recipe, products_by_name, written_elsewhere
+from fatdeploy.export.quantize.integers import Floats, Range, columns_from_matrix
+from fatdeploy.export.quantize.matrices import Product, Scope, constant_array, lookups_of, tensor_from_array
+from fatdeploy.export.quantize.rewrite_ort import Recipe, products_by_name, written_elsewhere
 
 RangeMethod = Literal["min-max", "percentile"]
 # Of the sizes of an activation: what lies beyond is cut off, so that all others get finer steps.

@@ -9,13 +9,13 @@ from onnx import helper
 
 from fatdeploy.errors import BackendUnavailable
 from fatdeploy.export.graph_files import write_structure
-from fatdeploy.export.integers import WeightBits
-from fatdeploy.export.matrices import tensor_from_array
+from fatdeploy.export.quantize.integers import WeightBits
+from fatdeploy.export.quantize.matrices import tensor_from_array
 from fatdeploy.machine import this_machine
 from fatdeploy.manifest import SATURATION
-from fatdeploy.runtimes.gate import cpu_class
-from fatdeploy.runtimes.ort_sessions import onnxruntime_module
-from fatdeploy.runtimes.saturation import exact_sum, sums_of
+from fatdeploy.runtimes.engines.ort.saturation import exact_sum, sums_of
+from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
+from fatdeploy.runtimes.proof.gate import cpu_class
 from fatdeploy.spec import SATURATION_INPUT, SATURATION_OUTPUT
 from fatdeploy.targets import CpuClass
 

@@ -16,9 +16,9 @@ decides, on the host: nothing waits for the device.
 import torch
 from torch import Tensor
 
-from fatdeploy.export.dialects import GraphSeams, OrtSeams, emitted, number, shape_of
 from fatdeploy.export.reference.attention import LayerState, Scores, Visible
 from fatdeploy.export.reference.seams import Outputs, Position
+from fatdeploy.export.tracing.dialects import GraphSeams, OrtSeams, emitted, number, shape_of
 
 GROUPED = "GroupQueryAttention"
 FLOAT = 1  # of ONNX: models are traced in float32

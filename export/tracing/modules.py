@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from fatdeploy.export.contract import Called, Flat, Memory
-from fatdeploy.export.dialects import emitted, number
-from fatdeploy.runtimes.engine import Want
+from fatdeploy.export.models.exportable import Called, Flat, Memory
+from fatdeploy.export.tracing.dialects import emitted, number
+from fatdeploy.runtimes.engines.protocol import Want
 from fatdeploy.spec import ModelSpec
 
 Results = tuple[Tensor, Tensor, Tensor]

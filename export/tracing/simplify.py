@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fatdeploy.errors import ExportFailed
 from fatdeploy.export.graph_files import move_weights_out, read_structure, strip, write_structure
-from fatdeploy.runtimes.ort_sessions import onnxruntime_module
+from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
 
 # MatMul + Add over three axes would become Reshape, Gemm, Reshape: slower in onnxruntime, and weights no longer alike.
 SKIPPED = ["fuse_matmul_add_bias_into_gemm_batched"]

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.export import Dim
 
 from fatdeploy.errors import ExportFailed, in_one_line
-from fatdeploy.export.contract import Flat
-from fatdeploy.export.dialects import OPSET, OrtSeams, StandardSeams
 from fatdeploy.export.graph_files import read_structure, strip, write_structure
-from fatdeploy.export.graphs import DecoderGraph, EncoderGraph
+from fatdeploy.export.models.exportable import Flat
 from fatdeploy.export.reference.seams import Seams, speaking
+from fatdeploy.export.tracing.dialects import OPSET, OrtSeams, StandardSeams
+from fatdeploy.export.tracing.modules import DecoderGraph, EncoderGraph
 from fatdeploy.spec import ModelSpec, TensorSpec
 from fatdeploy.targets import Dialect
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from fatdeploy.errors import DataError
 from fatdeploy.export.reference.config import ModelConfig
-from fatdeploy.export.tokenizers import TextCoder
 from fatdeploy.export.training.batches import IdPair
+from fatdeploy.export.training.tokenizers import TextCoder
 from fatdeploy.pairs import Pair, error_of_lines, read_pairs
 
 # Without a file of validation pairs, about one source in so many is kept apart.

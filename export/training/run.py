@@ -12,17 +12,17 @@ from fatdeploy.errors import CheckpointError, ConfigError, in_one_line
 from fatdeploy.export.reference.checkpoint import CONFIG, TOKENIZER, WEIGHTS, load_checkpoint, save_weights
 from fatdeploy.export.reference.config import ModelConfig
 from fatdeploy.export.reference.presets import config_from_preset
-from fatdeploy.export.tokenizers import TextCoder, built_tokenizer
 from fatdeploy.export.training.curve import curve_svg
 from fatdeploy.export.training.data import Parts, ids_of_parts
 from fatdeploy.export.training.folder import AGAIN, FolderLock, replaced_file
 from fatdeploy.export.training.resume import STATE, load_record
 from fatdeploy.export.training.settings import TrainSettings
 from fatdeploy.export.training.start import untrained_model
+from fatdeploy.export.training.tokenizers import TextCoder, built_tokenizer
 from fatdeploy.export.training.trainer import Epoch, Score, Step, Trainer, set_threshold
 from fatdeploy.export.training.validation import Validation
 from fatdeploy.machine import this_machine
-from fatdeploy.runtimes.tokenizer_files import Kind
+from fatdeploy.runtimes.text.tokenizer_json import Kind
 
 REPORT, CURVE = "training.json", "curve.svg"
 # Thresholds of the hybrid forward pass that are tried, and how much a lower one may cost in points of error.

@@ -8,8 +8,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from fatdeploy.errors import CheckpointError, ConfigError, in_one_line
-from fatdeploy.runtimes.text import tokenizer_from_json
-from fatdeploy.runtimes.tokenizer_files import SPECIAL, Kind, TokenizerFile, file_from_json, is_unicode
+from fatdeploy.runtimes.text.tokenizer import tokenizer_from_json
+from fatdeploy.runtimes.text.tokenizer_json import SPECIAL, Kind, TokenizerFile, file_from_json, is_unicode
 
 __all__ = ["Kind", "TextCoder", "built_tokenizer", "loaded_tokenizer"]
 

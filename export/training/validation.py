@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 import torch
 
-from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.reference.model import ReferenceModel
-from fatdeploy.export.tokenizers import TextCoder
 from fatdeploy.export.training.batches import IdPair, batch_of
 from fatdeploy.export.training.losses import Objective
+from fatdeploy.export.training.tokenizers import TextCoder
 from fatdeploy.export.training.trainer import Score, finite
 from fatdeploy.pairs import Pair
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.metrics import sequence_error_rate, token_error_rate
-from fatdeploy.runtimes.options import DecodeOptions
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.evaluation.metrics import sequence_error_rate, token_error_rate
 
 BATCH = 256
 # A model that has not learned to end yet would talk to the last position of every source.

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from fatdeploy.runtimes.bench_plots import Figure, Panel, figures_of, setting_of
-from fatdeploy.runtimes.bench_svg import swatch
-from fatdeploy.runtimes.bench_table import HEAD, agreement, counted, milliseconds, peak, table_cells, where_line
+from fatdeploy.runtimes.bench.plots import Figure, Panel, figures_of, setting_of
+from fatdeploy.runtimes.bench.svg import swatch
+from fatdeploy.runtimes.bench.table import HEAD, agreement, counted, milliseconds, peak, table_cells, where_line
 
 STYLE = """
 :root { color-scheme: light dark; --back: #ffffff; --text: #1b1f24; --soft: #5b6570; --line: #d9dee3; --card: #f6f8fa;

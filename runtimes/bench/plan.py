@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fatdeploy.errors import ConfigError, in_one_line
-from fatdeploy.runtimes.bench_weights import bytes_a_step_reads
+from fatdeploy.runtimes.bench.weight_bytes import bytes_a_step_reads
 from fatdeploy.targets import TARGETS
 
 if TYPE_CHECKING:

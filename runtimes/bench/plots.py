@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from fatdeploy.runtimes.bench_svg import (
+from fatdeploy.runtimes.bench.svg import (
     Line,
     Spread,
     Words,
@@ -14,7 +14,7 @@ from fatdeploy.runtimes.bench_svg import (
     room_for,
     spread_plot,
 )
-from fatdeploy.runtimes.bench_table import PHASE_NAMES, counted, milliseconds, percent
+from fatdeploy.runtimes.bench.table import PHASE_NAMES, counted, milliseconds, percent
 
 Row = dict[str, Any]
 Report = dict[str, Any]

@@ -12,9 +12,9 @@ import fatdeploy
 from fatdeploy import errors
 from fatdeploy.errors import BenchFailed, FatdeployError
 from fatdeploy.records import json_from_record
-from fatdeploy.runtimes.bench_plan import Plan, Turn
+from fatdeploy.runtimes.bench.plan import Plan, Turn
 
-MODULE = "fatdeploy.runtimes.bench_turn"
+MODULE = "fatdeploy.runtimes.bench.turn"
 Ticked = Callable[[int], object]
 # What one round of each plan, by its number, and of each number of threads told.
 Results = dict[tuple[int, int], list[dict[str, Any]]]

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from fatdeploy._version import VERSION
 from fatdeploy.machine import Machine, this_machine
-from fatdeploy.runtimes.bench_plan import Asked, Plan, Setting
-from fatdeploy.runtimes.bench_run import Results
+from fatdeploy.runtimes.bench.plan import Asked, Plan, Setting
+from fatdeploy.runtimes.bench.processes import Results
 
 FORMAT = 1
 WARM_UP = 1  # decodes of each setting before any is timed, in every process

@@ -11,9 +11,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from fatdeploy.runtimes.decode import Decoding
-from fatdeploy.runtimes.engine import Engine
-from fatdeploy.runtimes.options import DecodeOptions
+from fatdeploy.runtimes.decoding.loop import Decoding
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.protocol import Engine
 from fatdeploy.spec import ModelSpec
 
 STATUS = Path("/proc/self/status")

@@ -17,8 +17,8 @@ from fatdeploy.certificate import Parity
 from fatdeploy.errors import FatdeployError, ParityFailed
 from fatdeploy.manifest import PROBES
 from fatdeploy.records import RecordReader
-from fatdeploy.runtimes.bench_plan import Setting, Turn
-from fatdeploy.runtimes.bench_timing import (
+from fatdeploy.runtimes.bench.plan import Setting, Turn
+from fatdeploy.runtimes.bench.timing import (
     Endless,
     Times,
     peak_bytes,
@@ -27,15 +27,15 @@ from fatdeploy.runtimes.bench_timing import (
     stopwatch_of,
     timed_decode,
 )
-from fatdeploy.runtimes.certified import Promise, promise_of
-from fatdeploy.runtimes.engine import Engine
-from fatdeploy.runtimes.engines import opened_engine
-from fatdeploy.runtimes.fidelity import Fidelity, token_fidelity
-from fatdeploy.runtimes.gate import forced_fidelity, read_material
-from fatdeploy.runtimes.gpus import gpus_here
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.ort_sessions import onnxruntime_module
-from fatdeploy.runtimes.verify import read_probes, verified
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.doctor.gpu_clocks import gpus_here
+from fatdeploy.runtimes.engines.opening import opened_engine
+from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
+from fatdeploy.runtimes.engines.protocol import Engine
+from fatdeploy.runtimes.proof.certified import Promise, promise_of
+from fatdeploy.runtimes.proof.fidelity import Fidelity, token_fidelity
+from fatdeploy.runtimes.proof.gate import forced_fidelity, read_material
+from fatdeploy.runtimes.proof.probes import read_probes, verified
 from fatdeploy.targets import TARGETS
 
 Said = list[tuple[int, ...]]

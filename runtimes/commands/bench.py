@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from fatdeploy.errors import ConfigError
 from fatdeploy.machine import usable_cores
-from fatdeploy.runtimes.bench_plan import Asked, fitting_threads, plans_for
+from fatdeploy.runtimes.bench.plan import Asked, fitting_threads, plans_for
 
 if TYPE_CHECKING:
     # Not at run time: a command's help must not need numpy.
@@ -123,10 +123,10 @@ def bench(
     that says another token is not measured, and the exit code is 1. Sources are random and EOS ends nothing, so that
     every decode does the same work. Each bundle and number of threads has a process of its own, and they take turns.
     """
-    from fatdeploy.runtimes.bench_html import html_from_report
-    from fatdeploy.runtimes.bench_rows import report_of
-    from fatdeploy.runtimes.bench_run import measured, ticks_of, turns_of
-    from fatdeploy.runtimes.bench_table import report_lines
+    from fatdeploy.runtimes.bench.page import html_from_report
+    from fatdeploy.runtimes.bench.processes import measured, ticks_of, turns_of
+    from fatdeploy.runtimes.bench.report import report_of
+    from fatdeploy.runtimes.bench.table import report_lines
 
     check_outputs(json_path, html_path)
     untyped = {name for name in LOWERED if context.get_parameter_source(name) is ParameterSource.DEFAULT}

@@ -13,7 +13,7 @@ from fatdeploy.targets import Flavour
 
 if TYPE_CHECKING:
     from fatdeploy.bundle import Bundle
-    from fatdeploy.export.trt_build import Asked
+    from fatdeploy.runtimes.engines.trt.build.build import Asked
 
 OPTIONS = [
     click.option(
@@ -54,8 +54,8 @@ def engine_options(command: Any) -> Any:
 
 def asked_engines(flavour: Flavour, chosen: Mapping[str, Any]) -> "Asked":
     """Return the build that options ask for."""
-    from fatdeploy.export.trt_build import Asked
-    from fatdeploy.export.trt_profiles import profiles_from_text
+    from fatdeploy.runtimes.engines.trt.build.build import Asked
+    from fatdeploy.runtimes.engines.trt.build.profiles import profiles_from_text
 
     said = chosen["capabilities"]
     return Asked(
@@ -125,8 +125,8 @@ def build(
     engine runs on the kind of GPU and the version that built it; TensorRT-RTX builds without a GPU, too, for the
     compute capabilities that are named. The engines become part of the bundle; if a build fails, it stays as it was.
     """
-    from fatdeploy.export.trt_build import build_engines, chosen_flavour
     from fatdeploy.records import json_from_record
+    from fatdeploy.runtimes.engines.trt.build.build import build_engines, chosen_flavour
 
     asked = asked_engines(chosen_flavour(bundle, flavour), chosen)
     built = build_engines(bundle, asked, stage=progress, keep_onnx=keep_onnx)

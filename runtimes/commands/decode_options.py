@@ -10,7 +10,7 @@ from fatdeploy.errors import ConfigError
 
 if TYPE_CHECKING:
     # Not at run time: a command's help must not need numpy.
-    from fatdeploy.runtimes.options import DecodeOptions
+    from fatdeploy.runtimes.decoding.options import DecodeOptions
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -161,7 +161,7 @@ def decode_options(command: Command) -> Command:
 
 def options_from_arguments(arguments: DecodeArguments, *, as_ids: bool, scores: bool) -> "DecodeOptions":
     """Return what was typed as DecodeOptions."""
-    from fatdeploy.runtimes.options import DecodeOptions
+    from fatdeploy.runtimes.decoding.options import DecodeOptions
 
     given: dict[str, Any] = {**arguments}
     stop, prefix = arguments["stop"], arguments["prefix"]

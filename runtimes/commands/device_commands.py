@@ -13,17 +13,17 @@ import click
 
 from fatdeploy.errors import ConfigError
 from fatdeploy.machine import Machine
-from fatdeploy.runtimes.command_options import EngineArguments, engine_options
-from fatdeploy.runtimes.cuda_devices import Cuda
-from fatdeploy.runtimes.doctor import Part, Problem, Report, State, examine
-from fatdeploy.runtimes.gpu_targets import ability_line
+from fatdeploy.runtimes.commands.engine_options import EngineArguments, engine_options
+from fatdeploy.runtimes.doctor.abilities import ability_line
+from fatdeploy.runtimes.doctor.cuda_driver import Cuda
+from fatdeploy.runtimes.doctor.examine import Part, Problem, Report, State, examine
 from fatdeploy.tables import aligned
 
 if TYPE_CHECKING:
     # Not at run time: the doctor must run where even numpy is broken.
     from fatdeploy.bundle import Bundle
     from fatdeploy.certificate import LogitAgreement
-    from fatdeploy.runtimes.engine import Engine
+    from fatdeploy.runtimes.engines.protocol import Engine
 
 Batch = TypeVar("Batch")
 # Of a bundle, its engine, the model's source, how many sources, their seed, and what shows how far a list has come.
@@ -91,8 +91,8 @@ def verify(
     # Imported here: the doctor, beside it, must run where even numpy is broken.
     from fatdeploy.bundle import read_bundle
     from fatdeploy.manifest import PROBES
-    from fatdeploy.runtimes.engines import opened_engine
-    from fatdeploy.runtimes.verify import read_probes, verified
+    from fatdeploy.runtimes.engines.opening import opened_engine
+    from fatdeploy.runtimes.proof.probes import read_probes, verified
 
     found = read_bundle(bundle)
     if found.manifest.precision in ("fp16", "bf16"):
@@ -123,7 +123,7 @@ def verify(
 def _verify_quantized(
     bundle: "Bundle", engine: "Engine[Any]", *, as_json: bool, record: bool, against: str | None
 ) -> None:
-    from fatdeploy.runtimes.gate import recorded_here, verified_quantized
+    from fatdeploy.runtimes.proof.gate import recorded_here, verified_quantized
 
     if against is not None:
         raise click.UsageError("--against compares logits of fp32: a quantized bundle is judged by its gate")

@@ -12,16 +12,16 @@ import click
 
 from fatdeploy.errors import BackendUnavailable, ConfigError
 from fatdeploy.pairs import read_pairs
-from fatdeploy.runtimes.command_options import EngineArguments, engine_options
-from fatdeploy.runtimes.metrics import METRICS, OF_TEXT, Score, need_sacrebleu
-from fatdeploy.runtimes.run_output import Given
+from fatdeploy.runtimes.commands.engine_options import EngineArguments, engine_options
+from fatdeploy.runtimes.commands.run_output import Given
+from fatdeploy.runtimes.evaluation.metrics import METRICS, OF_TEXT, Score, need_sacrebleu
 from fatdeploy.tables import aligned
 
 if TYPE_CHECKING:
     # Not at run time: a command's help must not need numpy.
     from click._termui_impl import ProgressBar
 
-    from fatdeploy.runtimes.evaluation import Decoded, Example
+    from fatdeploy.runtimes.evaluation.evaluate import Decoded, Example
 
 
 log = logging.getLogger("fatdeploy")
@@ -140,9 +140,15 @@ def eval(  # noqa: A001 - the name of the command
     A source that stands on several lines has several references, and any of them is right. Lines that are not a pair
     are all told at once, and nothing is decoded.
     """
-    from fatdeploy.runtimes.evaluation import check_examples, decoded, examples_from_pairs, pairs_of_ids, scores_of
+    from fatdeploy.runtimes.decoding.options import DecodeOptions
+    from fatdeploy.runtimes.evaluation.evaluate import (
+        check_examples,
+        decoded,
+        examples_from_pairs,
+        pairs_of_ids,
+        scores_of,
+    )
     from fatdeploy.runtimes.model import load
-    from fatdeploy.runtimes.options import DecodeOptions
 
     names = wanted(names, as_ids, ignored)
     check_output(output, pairs)

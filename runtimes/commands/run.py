@@ -12,15 +12,20 @@ from typing import TYPE_CHECKING, TypeVar, Unpack, cast
 import click
 
 from fatdeploy.errors import ConfigError
-from fatdeploy.runtimes.command_options import EngineArguments, engine_options
-from fatdeploy.runtimes.run_options import DecodeArguments, decode_options, ids_from_text, options_from_arguments
-from fatdeploy.runtimes.run_output import Given, Output
+from fatdeploy.runtimes.commands.decode_options import (
+    DecodeArguments,
+    decode_options,
+    ids_from_text,
+    options_from_arguments,
+)
+from fatdeploy.runtimes.commands.engine_options import EngineArguments, engine_options
+from fatdeploy.runtimes.commands.run_output import Given, Output
 
 if TYPE_CHECKING:
     # Not at run time: a command's help must not need numpy.
     from click._termui_impl import ProgressBar
 
-    from fatdeploy.runtimes.hypothesis import Finish, Hypothesis
+    from fatdeploy.runtimes.decoding.hypothesis import Finish, Hypothesis
     from fatdeploy.runtimes.model import Model
 
 log = logging.getLogger("fatdeploy")

@@ -9,8 +9,8 @@ import click
 
 if TYPE_CHECKING:
     # Not at run time: a command's help must not need numpy.
-    from fatdeploy.runtimes.hypothesis import Finish, Hypothesis
-    from fatdeploy.runtimes.streaming import Event, Stream
+    from fatdeploy.runtimes.decoding.hypothesis import Finish, Hypothesis
+    from fatdeploy.runtimes.decoding.streaming import Event, Stream
 
 Given = str | list[int]
 

@@ -7,11 +7,11 @@ from typing import NamedTuple, Optional
 import numpy as np
 from numpy.typing import NDArray
 
-from fatdeploy.runtimes.controls import NEVER
-from fatdeploy.runtimes.engine import Floats, Rows, StepOut, Want
-from fatdeploy.runtimes.hypothesis import Finish, Said
-from fatdeploy.runtimes.scoring import Scorer, check_numbers, check_something_is_left
-from fatdeploy.runtimes.search import Move, Task, stays
+from fatdeploy.runtimes.decoding.hypothesis import Finish, Said
+from fatdeploy.runtimes.decoding.processors import NEVER
+from fatdeploy.runtimes.decoding.scoring import Scorer, check_numbers, check_something_is_left
+from fatdeploy.runtimes.decoding.search import Move, Task, stays
+from fatdeploy.runtimes.engines.protocol import Floats, Rows, StepOut, Want
 from fatdeploy.spec import Tokens
 
 # Of a row's scores, when the best of them are looked for: more are slower to look through, fewer let more scores pass.

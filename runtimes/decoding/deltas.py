@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import TypeVar
 
-from fatdeploy.runtimes.hypothesis import Hypothesis
-from fatdeploy.runtimes.text import Tokenizer
+from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
+from fatdeploy.runtimes.text.tokenizer import Tokenizer
 
 # What a decoder writes for bytes that are no character, or not yet.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"

@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fatdeploy.errors import SpecMismatch, in_one_line
-from fatdeploy.runtimes.beam import BeamSearch
-from fatdeploy.runtimes.engine import Capacity, Engine, State, Want
-from fatdeploy.runtimes.hypothesis import Hypothesis, hypothesis_from_said
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.parallel import ParallelSearch
-from fatdeploy.runtimes.scoring import Scorer
-from fatdeploy.runtimes.search import RowSearch, Search, Task
-from fatdeploy.runtimes.stops import Stops, TextOf
+from fatdeploy.runtimes.decoding.beam_search import BeamSearch
+from fatdeploy.runtimes.decoding.hypothesis import Hypothesis, hypothesis_from_said
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.decoding.parallel_search import ParallelSearch
+from fatdeploy.runtimes.decoding.scoring import Scorer
+from fatdeploy.runtimes.decoding.search import RowSearch, Search, Task
+from fatdeploy.runtimes.decoding.stops import Stops, TextOf
+from fatdeploy.runtimes.engines.protocol import Capacity, Engine, State, Want
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 Source = Sequence[int] | NDArray[np.generic]

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from fatdeploy.errors import ConfigError, in_one_line
-from fatdeploy.runtimes.engine import Floats
+from fatdeploy.runtimes.engines.protocol import Floats
 from fatdeploy.spec import ModelSpec, Tokens
 
 EarlyStopping = bool | Literal["never"]

@@ -4,9 +4,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fatdeploy.errors import SpecMismatch
-from fatdeploy.runtimes.engine import Floats, StepOut, Want
-from fatdeploy.runtimes.hypothesis import Said
-from fatdeploy.runtimes.search import Move, Task
+from fatdeploy.runtimes.decoding.hypothesis import Said
+from fatdeploy.runtimes.decoding.search import Move, Task
+from fatdeploy.runtimes.engines.protocol import Floats, StepOut, Want
 from fatdeploy.spec import Tokens
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fatdeploy.runtimes.engine import Floats
-from fatdeploy.runtimes.options import DecodeOptions, LogitsProcessor
+from fatdeploy.runtimes.decoding.options import DecodeOptions, LogitsProcessor
+from fatdeploy.runtimes.engines.protocol import Floats
 from fatdeploy.spec import ModelSpec, Tokens
 
 NEVER = np.float32(-np.inf)

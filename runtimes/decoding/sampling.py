@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fatdeploy.runtimes.engine import Floats
-from fatdeploy.runtimes.options import DecodeOptions
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.protocol import Floats
 
 Weights = NDArray[np.float64]
 

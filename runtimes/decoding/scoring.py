@@ -4,9 +4,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fatdeploy.errors import ConfigError, SpecMismatch
-from fatdeploy.runtimes.controls import NEVER, processors_of
-from fatdeploy.runtimes.engine import Engine, Floats, State, StepOut, Want
-from fatdeploy.runtimes.options import DecodeOptions
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.decoding.processors import NEVER, processors_of
+from fatdeploy.runtimes.engines.protocol import Engine, Floats, State, StepOut, Want
 from fatdeploy.spec import Tokens
 
 # Multiplications of one product that OpenBLAS, numpy's library, gives to one thread: 65536 * 4, its defaults.

@@ -8,12 +8,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fatdeploy.runtimes.engine import Floats, Rows, StepOut, Want
-from fatdeploy.runtimes.hypothesis import Finish, Said
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.sampling import Sampler
-from fatdeploy.runtimes.scoring import Scorer, check_something_is_left
-from fatdeploy.runtimes.stops import Stops
+from fatdeploy.runtimes.decoding.hypothesis import Finish, Said
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.decoding.sampling import Sampler
+from fatdeploy.runtimes.decoding.scoring import Scorer, check_something_is_left
+from fatdeploy.runtimes.decoding.stops import Stops
+from fatdeploy.runtimes.engines.protocol import Floats, Rows, StepOut, Want
 from fatdeploy.spec import ModelSpec, Tokens
 
 

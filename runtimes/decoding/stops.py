@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from fatdeploy.errors import ConfigError
-from fatdeploy.runtimes.options import DecodeOptions
+from fatdeploy.runtimes.decoding.options import DecodeOptions
 
 TextOf = Callable[[Sequence[int]], str]
 

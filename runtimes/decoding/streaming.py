@@ -7,8 +7,8 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from fatdeploy.errors import ConfigError
-from fatdeploy.runtimes.deltas import Deltas
-from fatdeploy.runtimes.hypothesis import Hypothesis
+from fatdeploy.runtimes.decoding.deltas import Deltas
+from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from fatdeploy.runtimes.cuda_devices import Cuda
+from fatdeploy.runtimes.doctor.cuda_driver import Cuda
 from fatdeploy.targets import TARGETS, TargetRecord
 
 DEVICE = "a CUDA device"

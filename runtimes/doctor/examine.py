@@ -8,9 +8,9 @@ from enum import StrEnum
 from typing import Any
 
 from fatdeploy.machine import Machine, this_machine
-from fatdeploy.runtimes.cuda_devices import Cuda, cuda_here
-from fatdeploy.runtimes.gpu_targets import Ability, abilities
-from fatdeploy.runtimes.packages import (
+from fatdeploy.runtimes.doctor.abilities import Ability, abilities
+from fatdeploy.runtimes.doctor.cuda_driver import Cuda, cuda_here
+from fatdeploy.runtimes.doctor.packages import (
     ALTERNATIVES,
     CONFLICT,
     CONFLICT_FIX,

@@ -6,7 +6,7 @@ import subprocess
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fatdeploy.runtimes.cuda_devices import Cuda, cuda_here
+from fatdeploy.runtimes.doctor.cuda_driver import Cuda, cuda_here
 
 TOOL = "nvidia-smi"
 # Our names for the tool's; the second of each is a number.

@@ -5,9 +5,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from fatdeploy.bundle import Bundle
 from fatdeploy.errors import ConfigError
-from fatdeploy.runtimes.batching import MostSources
-from fatdeploy.runtimes.engine import Engine
-from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.runtimes.decoding.sources import MostSources
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.protocol import Engine
 from fatdeploy.targets import TARGETS, Provider
 
 
@@ -29,8 +29,8 @@ def opened_engine(
         {"threads": threads is not None, "spinning": spinning is not True, "providers": bool(providers)},
     )
     # Here, so that a device without a GPU loads none of it.
-    from fatdeploy.runtimes.cuda_device import opened_device
-    from fatdeploy.runtimes.trt import TrtEngine
+    from fatdeploy.runtimes.engines.trt.cuda import opened_device
+    from fatdeploy.runtimes.engines.trt.engine import TrtEngine
 
     return TrtEngine(bundle, opened_device(record.flavour), capture=cuda_graphs)
 

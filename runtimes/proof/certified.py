@@ -6,7 +6,7 @@ from fatdeploy.bundle import Bundle
 from fatdeploy.certificate import HalfParity, read_certificate
 from fatdeploy.errors import BundleError
 from fatdeploy.manifest import PARITY
-from fatdeploy.runtimes.fidelity import Fidelity
+from fatdeploy.runtimes.proof.fidelity import Fidelity
 
 # How many tokens fewer another CPU may have where there is no bar: a part of all, and of few tokens at least so many.
 # Floats rounded another way carry a number over the edge of its integer here and there. Weights moved by a last bit,

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from fatdeploy.runtimes.engine import Capacity, Engine, State
-from fatdeploy.runtimes.lockstep import step_logits
-from fatdeploy.runtimes.verify import Probe
+from fatdeploy.runtimes.engines.protocol import Capacity, Engine, State
+from fatdeploy.runtimes.proof.lockstep import step_logits
+from fatdeploy.runtimes.proof.probes import Probe
 from fatdeploy.spec import ModelSpec, Tokens
 
 

@@ -15,12 +15,12 @@ from fatdeploy.errors import BundleError, ParityFailed
 from fatdeploy.folders import replaced_folder
 from fatdeploy.machine import Machine, this_machine
 from fatdeploy.manifest import GATE, PARITY, WEIGHTS_ALONE, Quantization
-from fatdeploy.runtimes.certified import promise_of
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.engine import Capacity, Engine, Floats, State
-from fatdeploy.runtimes.fidelity import Fidelity
-from fatdeploy.runtimes.lockstep import step_logits
-from fatdeploy.runtimes.options import DecodeOptions
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.protocol import Capacity, Engine, Floats, State
+from fatdeploy.runtimes.proof.certified import promise_of
+from fatdeploy.runtimes.proof.fidelity import Fidelity
+from fatdeploy.runtimes.proof.lockstep import step_logits
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 from fatdeploy.targets import CpuClass
 

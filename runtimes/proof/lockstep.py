@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from fatdeploy.certificate import LogitAgreement
 from fatdeploy.errors import ParityFailed
-from fatdeploy.runtimes.engine import Capacity, Floats, State, Stepper, Want
+from fatdeploy.runtimes.engines.protocol import Capacity, Floats, State, Stepper, Want
 from fatdeploy.spec import Mask, Tokens
 
 # The size of float32 noise in logits, relative to the largest; a margin of ten times it leaves equality no excuse, one

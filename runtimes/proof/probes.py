@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from fatdeploy.certificate import Parity
 from fatdeploy.errors import BundleError, ParityFailed
-from fatdeploy.runtimes.engine import Engine, Floats, State
-from fatdeploy.runtimes.lockstep import greedy_calls
+from fatdeploy.runtimes.engines.protocol import Engine, Floats, State
+from fatdeploy.runtimes.proof.lockstep import greedy_calls
 from fatdeploy.spec import Mask, Tokens
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fatdeploy.errors import BackendUnavailable, BundleError, SpecMismatch
-from fatdeploy.runtimes.tokenizer_files import SPECIAL, UNK, TokenizerFile, file_from_json, is_unicode
+from fatdeploy.runtimes.text.tokenizer_json import SPECIAL, UNK, TokenizerFile, file_from_json, is_unicode
 
 
 @dataclass(frozen=True)

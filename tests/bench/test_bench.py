@@ -21,23 +21,25 @@ from fatdeploy.errors import BenchFailed, BundleError, ConfigError, ParityFailed
 from fatdeploy.export.graph_files import graphs_of
 from fatdeploy.machine import this_machine, usable_cores
 from fatdeploy.manifest import DECODER, GATE, PARITY, PROBES
-from fatdeploy.runtimes import bench_run, bench_turn, certified
-from fatdeploy.runtimes.bench_html import html_from_report
-from fatdeploy.runtimes.bench_plan import Asked, Plan, Setting, fitting_threads, plans_for
-from fatdeploy.runtimes.bench_rows import rows_of, summary
-from fatdeploy.runtimes.bench_run import result_apart, turns_of
-from fatdeploy.runtimes.bench_svg import Scale
-from fatdeploy.runtimes.bench_table import milliseconds, percent, report_lines
-from fatdeploy.runtimes.bench_timing import Endless, Times, peak_bytes, random_sources, read_bandwidth, timed_decode
-from fatdeploy.runtimes.bench_weights import bytes_a_step_reads
-from fatdeploy.runtimes.fidelity import Fidelity
-from fatdeploy.runtimes.gate import read_material, write_material
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.verify import read_probes, write_probes
-from tests.bundles import bundle_of, half_of
-from tests.quantized import quantized_of
-from tests.scripted import SPEC, ScriptedEngine
-from tests.test_run import on_a_terminal
+from fatdeploy.runtimes.bench import processes as bench_run
+from fatdeploy.runtimes.bench import turn as bench_turn
+from fatdeploy.runtimes.bench.page import html_from_report
+from fatdeploy.runtimes.bench.plan import Asked, Plan, Setting, fitting_threads, plans_for
+from fatdeploy.runtimes.bench.processes import result_apart, turns_of
+from fatdeploy.runtimes.bench.report import rows_of, summary
+from fatdeploy.runtimes.bench.svg import Scale
+from fatdeploy.runtimes.bench.table import milliseconds, percent, report_lines
+from fatdeploy.runtimes.bench.timing import Endless, Times, peak_bytes, random_sources, read_bandwidth, timed_decode
+from fatdeploy.runtimes.bench.weight_bytes import bytes_a_step_reads
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.proof import certified
+from fatdeploy.runtimes.proof.fidelity import Fidelity
+from fatdeploy.runtimes.proof.gate import read_material, write_material
+from fatdeploy.runtimes.proof.probes import read_probes, write_probes
+from tests.support.bundles import bundle_of, half_of
+from tests.support.engines.scripted import SPEC, ScriptedEngine
+from tests.support.quantized import quantized_of
+from tests.support.terminal import on_a_terminal
 
 TINY, NAT = "transformer-tiny", "transformer-nat-tiny"
 SMALL = ("--source", "5", "--target", "4", "--threads", "1")

@@ -9,21 +9,21 @@ import pytest
 
 from fatdeploy.bundle import Bundle
 from fatdeploy.errors import BackendUnavailable, ParityFailed
-from fatdeploy.runtimes import bench_turn
-from fatdeploy.runtimes.bench_html import html_from_report
-from fatdeploy.runtimes.bench_plan import Asked, Turn, plans_for
-from fatdeploy.runtimes.bench_rows import report_of
-from fatdeploy.runtimes.bench_table import device_line, report_lines
-from fatdeploy.runtimes.bench_timing import stopwatch_of
-from fatdeploy.runtimes.bench_turn import opened_for, taken
-from fatdeploy.runtimes.cuda_devices import Cuda, CudaDevice
-from fatdeploy.runtimes.fidelity import Fidelity
-from fatdeploy.runtimes.gpus import ASKED, Gpus, gpus_here, records_from_csv
-from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.runtimes.bench import turn as bench_turn
+from fatdeploy.runtimes.bench.page import html_from_report
+from fatdeploy.runtimes.bench.plan import Asked, Turn, plans_for
+from fatdeploy.runtimes.bench.report import report_of
+from fatdeploy.runtimes.bench.table import device_line, report_lines
+from fatdeploy.runtimes.bench.timing import stopwatch_of
+from fatdeploy.runtimes.bench.turn import opened_for, taken
+from fatdeploy.runtimes.doctor.cuda_driver import Cuda, CudaDevice
+from fatdeploy.runtimes.doctor.gpu_clocks import ASKED, Gpus, gpus_here, records_from_csv
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.proof.fidelity import Fidelity
 from fatdeploy.targets import Target
-from tests.bundles import bundle_of
-from tests.counting_device import on_device
-from tests.test_ort_cuda import half
+from tests.support.bundles import bundle_of
+from tests.support.cuda_half import half
+from tests.support.devices.counting import on_device
 
 OPTIONS = Asked(
     batch=(1, 2), source=5, target=4, beams=(1,), threads=(1, 2), repetitions=2, defaults=frozenset({"threads"})

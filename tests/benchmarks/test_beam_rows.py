@@ -7,8 +7,8 @@ import click.testing
 import numpy as np
 import pytest
 
-from benchmarks import beam_rows
-from benchmarks.readme import beam_rows_lines
+from benchmarks.beams import rows as beam_rows
+from benchmarks.readme.run import beam_rows_lines
 
 
 def test_a_run_writes_what_the_readme_reads(tmp_path: Path) -> None:

@@ -1,30 +1,26 @@
 """The benchmarks: CTranslate2 is given the same model, and a run writes what the README reads. No time is judged."""
 
-import json
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.measuring import Kept
+from benchmarks.beams.prepare import MarginEngine, Unsafe
+from benchmarks.harness.measuring import Kept
 from benchmarks.peers.ctranslate2_decoding import Translation
 from benchmarks.peers.ctranslate2_model import write_ctranslate2_model
-from benchmarks.prepare_beams import MarginEngine, Unsafe
-from benchmarks.readme import beams_table, engines_table, export_lines
-from benchmarks.turns import Cache
+from benchmarks.readme.run import beams_table, engines_table, export_lines
 from fatdeploy.errors import ConfigError
-from fatdeploy.export.certify import drawn_probe
-from fatdeploy.export.eager import EagerEngine
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.options import DecodeOptions
-from tests.bundles import bundle_of, model_of
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.export.proof.certify import drawn_probe
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from tests.support.benchmark_runs import run_of
+from tests.support.bundles import bundle_of, model_of
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LENGTHS = (1, 9, 4, 30, 9, 2, 17)
 
 
@@ -69,24 +65,6 @@ def test_kept_results_are_read_again_only_by_what_made_them(tmp_path: Path) -> N
     assert not path.exists()
 
 
-def run_of(module: str, arguments: str, presets: tuple[str, ...], folder: Path) -> dict[str, Any]:
-    """Return the result of a tiny run over bundles that other tests exported: exporting is the slow part."""
-    for preset in presets:
-        shutil.copytree(bundle_of(preset).path, Cache(folder, preset).bundle)
-    command = [sys.executable, "-m", module, *arguments.split()]
-    run = subprocess.run(
-        [*command, "--cache", folder, "--out", folder / "result.json"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert not list(folder.glob("*.partial.json"))
-    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return found
-
-
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     sizes = "--batch 2 --threads 1 --source 6 --target 5 --positions 4 12 --rounds 1 --repetitions 2"
@@ -94,7 +72,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     presets = "--preset transformer-tiny --steady-preset fat-tiny"
     folder = tmp_path_factory.mktemp("greedy")
     bundles = ("transformer-tiny", "fat-tiny")
-    return run_of("benchmarks.engines_greedy", f"{presets} {parts} {sizes}", bundles, folder)
+    return run_of("benchmarks.greedy.run", f"{presets} {parts} {sizes}", bundles, folder)
 
 
 def test_a_run_says_what_was_measured_and_where(result: dict[str, Any]) -> None:
@@ -136,7 +114,7 @@ def test_the_readme_shows_the_peer_once_in_its_best_setting(result: dict[str, An
 def beams(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     sizes = "--batch 2 --threads 1 --beams 2 --most-beams 3 --source 6 --target 4 --rounds 1 --repetitions 2"
     arguments = f"--preset transformer-tiny --shortlist 24 {sizes}"
-    return run_of("benchmarks.engines_beam", arguments, ("transformer-tiny",), tmp_path_factory.mktemp("beams"))
+    return run_of("benchmarks.beams.run", arguments, ("transformer-tiny",), tmp_path_factory.mktemp("beams"))
 
 
 def test_beams_are_compared_with_the_peers_best_setting_from_source_to_target(beams: dict[str, Any]) -> None:

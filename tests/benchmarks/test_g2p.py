@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import g2p
-from benchmarks.g2p_targets import OURS, targets
-from benchmarks.readme import g2p_lines
+from benchmarks.g2p import run as g2p
+from benchmarks.g2p.targets import OURS, targets
+from benchmarks.readme.run import g2p_lines
 from fatdeploy.export.g2p import CHECKPOINT, NAME
 
-RESULT = Path(__file__).parent.parent / "benchmarks" / "results" / "g2p.json"
+RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "g2p.json"
 
 
 @pytest.fixture

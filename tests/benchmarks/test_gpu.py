@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import gpu_acceptance, gpu_here
-from benchmarks.gpu_acceptance import MEASURED, SOURCES, Ran, accepted, gpu_tests, main, write_report
+from benchmarks.gpu import here as gpu_here
+from benchmarks.gpu import run as gpu_acceptance
+from benchmarks.gpu.run import MEASURED, SOURCES, Ran, accepted, gpu_tests, main, write_report
 from fatdeploy.errors import ConfigError
-from fatdeploy.runtimes.cuda_devices import Cuda, CudaDevice, cuda_here
-from fatdeploy.runtimes.doctor import examine
-from fatdeploy.runtimes.gpu_targets import Ability
+from fatdeploy.runtimes.doctor.abilities import Ability
+from fatdeploy.runtimes.doctor.cuda_driver import Cuda, CudaDevice, cuda_here
+from fatdeploy.runtimes.doctor.examine import examine
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ABSENT = "no GPU to test: no CUDA driver (libcuda.so.1) here; run it on a machine with an NVIDIA GPU"
 RESULTS = """<testsuites><testsuite><testcase classname="tests.test_a" name="test_one"/>
 <testcase classname="tests.test_a" name="test_two"><skipped message="no TensorRT"/></testcase>
@@ -146,7 +147,9 @@ def test_a_test_that_fails_and_tests_that_are_all_skipped_are_not_passed(tmp_pat
 @without_gpu
 def test_the_tests_that_need_a_gpu_are_run_and_here_skipped_with_a_reason(tmp_path: Path) -> None:
     # Those of one file that needs no torch: to look through all of them takes long.
-    found = gpu_tests(tmp_path, lambda command: gpu_acceptance.run([*command, "--noconftest", "tests/test_doctor.py"]))
+    found = gpu_tests(
+        tmp_path, lambda command: gpu_acceptance.run([*command, "--noconftest", "tests/doctor/test_doctor.py"])
+    )
     assert (found["passed"], found["exit_code"]) == (False, 0)
     [one] = found["tests"]
     assert (one["outcome"], one["message"]) == ("skipped", "there is no CUDA device here")

@@ -1,17 +1,17 @@
-"""One model under load: a small version of what ``benchmarks.load`` does, without its judgement of memory."""
+"""One model under load: a small version of what ``benchmarks.load.run`` does, without its judgement of memory."""
 
 import threading
 
 import numpy as np
 import pytest
 
-from benchmarks.load import unmet
-from benchmarks.load_turns import Kind, Memory, Sizes, drawn_requests, is_answer, loaded
-from fatdeploy.runtimes.engine import Capacity
-from fatdeploy.runtimes.hypothesis import Hypothesis
-from fatdeploy.runtimes.ort import OrtEngine, OrtState
+from benchmarks.load.run import unmet
+from benchmarks.load.turns import Kind, Memory, Sizes, drawn_requests, is_answer, loaded
+from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine, OrtState
+from fatdeploy.runtimes.engines.protocol import Capacity
 from fatdeploy.spec import Mask, Tokens
-from tests.bundles import bundle_of
+from tests.support.bundles import bundle_of
 
 SIZES = Sizes(requests=120, threads=8)
 
@@ -46,7 +46,7 @@ def test_wrong_results_and_states_that_are_not_given_back_are_noticed(monkeypatc
         return encode(self, source if alone else np.where(mask, 5, source), mask, capacity)
 
     monkeypatch.setattr(OrtEngine, "encode", disturbed)
-    monkeypatch.setattr("benchmarks.watched.Watched.release", lambda self, state: None)
+    monkeypatch.setattr("benchmarks.harness.watched.Watched.release", lambda self, state: None)
     result = loaded(bundle, Sizes(requests=12, threads=2))
     assert result["failures"][0].startswith("another result: Request(")
     assert result["states_held"] > 0

@@ -9,12 +9,12 @@ import click.testing
 import numpy as np
 import pytest
 
-from benchmarks import loop_overhead
-from benchmarks.loop_turns import BEAMS, CHECKS, CaseName, CostlessEngine, Sizes, Turn, allocated, overhead
-from benchmarks.readme import loop_table
-from fatdeploy.runtimes.engine import StepOut, Want
-from fatdeploy.runtimes.hypothesis import Hypothesis
-from fatdeploy.runtimes.options import DecodeOptions
+from benchmarks.loop import run as loop_overhead
+from benchmarks.loop.turns import BEAMS, CHECKS, CaseName, CostlessEngine, Sizes, Turn, allocated, overhead
+from benchmarks.readme.run import loop_table
+from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.protocol import StepOut, Want
 from fatdeploy.spec import ModelSpec, Tokens
 
 SIZES = Sizes(steps=320, repetitions=1, positions=(20, 300))

@@ -10,26 +10,26 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.decoders import STEP, Stepping, Translating
-from benchmarks.measuring import Phases
+from benchmarks.harness.decoders import STEP, Stepping, Translating
+from benchmarks.harness.measuring import Phases
+from benchmarks.harness.turns import Cache, Sizes
 from benchmarks.peers.ctranslate2_model import write_ctranslate2_model
 from benchmarks.peers.growing_caches import write_growing_caches
 from benchmarks.peers.growing_caches_decoding import GrowingCaches
-from benchmarks.plots import steps_picture
-from benchmarks.prepare_quantized import prepare_bundle
-from benchmarks.quantized import Plan
-from benchmarks.quantized_targets import targets
-from benchmarks.quantized_turns import QuantizedTurn, agreeing_prefix, checked
-from benchmarks.readme import ENGINES, quantized_table
-from benchmarks.turns import Cache, Sizes
+from benchmarks.quantized.prepare import prepare_bundle
+from benchmarks.quantized.run import Plan
+from benchmarks.quantized.targets import targets
+from benchmarks.quantized.turns import QuantizedTurn, agreeing_prefix, checked
+from benchmarks.readme.plots import steps_picture
+from benchmarks.readme.run import ENGINES, quantized_table
 from fatdeploy.bundle import write_manifest
-from fatdeploy.export.certify import drawn_probe
-from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.export.proof.certify import drawn_probe
 from fatdeploy.export.reference.weights import model_from_preset
-from fatdeploy.runtimes.verify import Probe
+from fatdeploy.runtimes.proof.probes import Probe
 from fatdeploy.spec import Tokens
-from tests.bundles import bundle_of, model_of
-from tests.test_benchmarks import run_of
+from tests.support.benchmark_runs import run_of
+from tests.support.bundles import bundle_of, model_of
 
 TINY = "transformer-tiny"
 LENGTHS = (1, 9, 4, 30)
@@ -215,7 +215,7 @@ def result(tmp_path_factory: pytest.TempPathFactory, plain: Path) -> dict[str, A
     write_manifest(int8, replace(bundle_of(TINY).manifest, precision="int8"))
     sizes = "--batch 2 --threads 1 --source 6 --target 5 --rounds 1 --repetitions 2"
     arguments = f"--preset {TINY} --precision fp32 --precision int8 {sizes}"
-    return run_of("benchmarks.quantized", arguments, (TINY,), folder)
+    return run_of("benchmarks.quantized.run", arguments, (TINY,), folder)
 
 
 def test_a_run_has_every_engine_in_every_precision(result: dict[str, Any]) -> None:

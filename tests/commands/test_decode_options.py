@@ -10,17 +10,17 @@ from click.testing import CliRunner, Result
 
 from fatdeploy.bundle import Bundle
 from fatdeploy.cli import main
-from fatdeploy.export.contract import Choices, flat_model
-from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.export.models.exportable import Choices, flat_model
 from fatdeploy.export.pipeline import Origin, write_bundle
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.hypothesis import Hypothesis
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.run_options import DecodeArguments
-from fatdeploy.runtimes.run_output import Output
-from fatdeploy.runtimes.streaming import Event
-from tests.bundles import bundle_of, model_of, shared_bundle
-from tests.texts import bundle_with_text, words
+from fatdeploy.runtimes.commands.decode_options import DecodeArguments
+from fatdeploy.runtimes.commands.run_output import Output
+from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.decoding.streaming import Event
+from tests.support.bundles import bundle_of, model_of, shared_bundle
+from tests.support.text.texts import bundle_with_text, words
 
 TINY = "transformer-tiny"
 SOURCES = [[9, 30, 12], [40, 41], [20, 33, 8, 50]]

@@ -12,15 +12,15 @@ from click.testing import CliRunner, Result
 
 from fatdeploy.bundle import Bundle
 from fatdeploy.cli import main
-from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.pairs import Pair, read_pairs
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.evaluation import Example, examples_from_pairs
-from fatdeploy.runtimes.metrics import bleu, chrf
-from fatdeploy.runtimes.options import DecodeOptions
-from tests.bundles import bundle_of, model_of
-from tests.test_run import on_a_terminal
-from tests.texts import bundle_with_text, words
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.evaluation.evaluate import Example, examples_from_pairs
+from fatdeploy.runtimes.evaluation.metrics import bleu, chrf
+from tests.support.bundles import bundle_of, model_of
+from tests.support.terminal import on_a_terminal
+from tests.support.text.texts import bundle_with_text, words
 
 TINY = "transformer-tiny"
 SOURCES = [[9, 30, 12], [19, 21], [20, 33, 8, 50], [11]]
@@ -314,7 +314,7 @@ def test_without_sacrebleu_its_metrics_are_left_out_with_a_word_and_refused_wher
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", WITHOUT, "eval", str(text_bundle.path), str(path), "--max-new-tokens", "6"]
-        root = Path(__file__).parent.parent
+        root = Path(__file__).parents[2]
         return subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=root, check=False)
 
     refused = run("--metric", "exact_match,chrf")

@@ -16,7 +16,7 @@ from fatdeploy.cli import main
 from fatdeploy.export.graph_files import graphs_of
 from fatdeploy.manifest import DECODER, ENCODER, PARITY, WEIGHTS
 from fatdeploy.targets import Dialect
-from tests.bundles import bundle_of
+from tests.support.bundles import bundle_of
 
 EVERY: list[tuple[str, Dialect]] = [("transformer-tiny", "ort"), ("fat-tiny", "ort"), ("transformer-tiny", "standard")]
 every_bundle = pytest.mark.parametrize(("preset", "dialect"), EVERY)

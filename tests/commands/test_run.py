@@ -1,10 +1,6 @@
 """``fatdeploy run``: sources from the command line or standard input, results in order, errors with their place."""
 
 import json
-import os
-import pty
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,15 +9,16 @@ from click.testing import CliRunner, Result
 
 from fatdeploy.bundle import Bundle
 from fatdeploy.cli import main
-from fatdeploy.export.eager import EagerEngine
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.run_command import batches
-from tests.bundles import bundle_of, model_of
-from tests.texts import bundle_with_text, words
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.runtimes.commands.run import batches
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from tests.support.bundles import bundle_of, model_of
+from tests.support.terminal import on_a_terminal
+from tests.support.text.texts import bundle_with_text, words
 
 TINY = "transformer-tiny"
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SOURCES = [[9, 30, 12], [40, 41], [20, 33, 8, 50], [11], [17, 42, 9]]
 
 
@@ -132,24 +129,6 @@ def test_a_batch_is_handed_on_before_the_next_is_read() -> None:
     groups = batches(source(), 2)
     assert (next(groups), read) == ([0, 1], [0, 1])
     assert list(groups) == [[2, 3], [4]]
-
-
-def on_a_terminal(*arguments: str) -> tuple[str, str]:
-    """Return standard output, which is a pipe, and what a terminal got on standard error."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fatdeploy", *arguments], stdout=subprocess.PIPE, stderr=theirs, cwd=ROOT, text=True
-    )
-    os.close(theirs)
-    out, _ = process.communicate()
-    shown = b""
-    try:
-        while part := os.read(ours, 4096):
-            shown += part
-    except OSError:  # how Linux says that nobody writes to a terminal any more
-        pass
-    os.close(ours)
-    return out, shown.decode()
 
 
 @pytest.mark.parametrize(

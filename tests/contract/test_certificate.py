@@ -27,9 +27,9 @@ from fatdeploy.certificate import (
 from fatdeploy.errors import BundleError
 from fatdeploy.machine import Machine
 from fatdeploy.manifest import FORMAT, PARITY
-from fatdeploy.runtimes.certified import promise_of
+from fatdeploy.runtimes.proof.certified import promise_of
 
-DATA = Path(__file__).parent / "data" / "bundles"
+DATA = Path(__file__).parents[1] / "data" / "bundles"
 FORMATS = sorted(path.name for path in DATA.iterdir())
 SOURCE = [5, 6, 7, 8, 9, 10, 11]
 TOKENS = (10, 53, 57, 37, 37, 42, 49, 49)  # the reference's, whatever the format

@@ -11,7 +11,7 @@ import pytest
 
 from fatdeploy import __version__, cli
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 # What only a command may import, never the help.
 HEAVY = (
     "torch",

@@ -19,8 +19,8 @@ from fatdeploy.bundle import digest_of, read_bundle, write_manifest
 from fatdeploy.cli import main
 from fatdeploy.errors import BundleError, FatdeployError
 from fatdeploy.manifest import DECODER, ENCODER, MANIFEST, PARITY, PROBES, WEIGHTS, Manifest
-from fatdeploy.runtimes.verify import read_probes, write_probes
-from tests.bundles import bundle_of
+from fatdeploy.runtimes.proof.probes import read_probes, write_probes
+from tests.support.bundles import bundle_of
 
 TINY = "transformer-tiny"
 FILES = (ENCODER, DECODER, WEIGHTS, PARITY, PROBES)

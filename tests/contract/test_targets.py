@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from fatdeploy.runtimes.packages import PACKAGES
+from fatdeploy.runtimes.doctor.packages import PACKAGES
 from fatdeploy.targets import (
     DEFAULT_TARGET,
     TARGETS,

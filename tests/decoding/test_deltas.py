@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from fatdeploy.runtimes.deltas import REPLACEMENT, Deltas
-from fatdeploy.runtimes.hypothesis import Hypothesis
-from fatdeploy.runtimes.stops import cut_text
-from fatdeploy.runtimes.text import CharacterTokenizer, PackageTokenizer, Tokenizer
-from fatdeploy.runtimes.tokenizer_files import SPECIAL, Kind, TokenizerFile
-from tests.spellings import KINDS, byte_level_spelling, byte_spelling, ids_of, tokenizer_of
+from fatdeploy.runtimes.decoding.deltas import REPLACEMENT, Deltas
+from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
+from fatdeploy.runtimes.decoding.stops import cut_text
+from fatdeploy.runtimes.text.tokenizer import CharacterTokenizer, PackageTokenizer, Tokenizer
+from fatdeploy.runtimes.text.tokenizer_json import SPECIAL, Kind, TokenizerFile
+from tests.support.text.spellings import KINDS, byte_level_spelling, byte_spelling, ids_of, tokenizer_of
 
 Stops = Sequence[Sequence[int] | str]
 

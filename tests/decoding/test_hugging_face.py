@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.engine import Floats, Want
-from fatdeploy.runtimes.hypothesis import Hypothesis
-from fatdeploy.runtimes.options import DecodeOptions, LogitsProcessor
+from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.decoding.options import DecodeOptions, LogitsProcessor
+from fatdeploy.runtimes.engines.protocol import Floats, Want
 from fatdeploy.spec import Tokens
-from tests.hugging_face import (
+from tests.support.hugging_face import (
     EOS,
     FAMILIES,
     MAX_SOURCE,

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from fatdeploy.errors import ConfigError, SpecMismatch
-from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.reference.checkpoint import stored_tensors
 from fatdeploy.export.reference.model import ReferenceModel
-from fatdeploy.runtimes.decode import decode, padded
-from fatdeploy.runtimes.engine import Capacity
-from fatdeploy.runtimes.hypothesis import Hypothesis
-from fatdeploy.runtimes.options import DecodeOptions
-from tests.choices import AUTOREGRESSIVE, drawn_batch, tiny
-from tests.scripted import SPEC, ScriptedEngine
+from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
+from fatdeploy.runtimes.decoding.loop import decode, padded
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.protocol import Capacity
+from tests.support.choices import AUTOREGRESSIVE, drawn_batch, tiny
+from tests.support.engines.scripted import SPEC, ScriptedEngine
 
 EOS = 2
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from fatdeploy.errors import ConfigError
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.options import RANGES, DecodeOptions
-from tests.tables import WORDS, TableEngine
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.decoding.options import RANGES, DecodeOptions
+from tests.support.engines.tables import WORDS, TableEngine
 
 WHOLE = "must be a whole number from"
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from fatdeploy.errors import SpecMismatch
-from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.reference.model import ReferenceModel
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.engine import Capacity, Want
-from fatdeploy.runtimes.hypothesis import Hypothesis
-from fatdeploy.runtimes.options import DecodeOptions
-from tests.choices import drawn_batch, tiny
+from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.protocol import Capacity, Want
+from tests.support.choices import drawn_batch, tiny
 
 VARIANTS = [
     {},

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fatdeploy.errors import ConfigError, SpecMismatch
-from fatdeploy.runtimes.beam import Chooser, placed
-from fatdeploy.runtimes.decode import Decoding, decode
-from fatdeploy.runtimes.engine import Floats, StepOut, Want
-from fatdeploy.runtimes.hypothesis import Hypothesis
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.scoring import Scorer
+from fatdeploy.runtimes.decoding.beam_search import Chooser, placed
+from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
+from fatdeploy.runtimes.decoding.loop import Decoding, decode
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.decoding.scoring import Scorer
+from fatdeploy.runtimes.engines.protocol import Floats, StepOut, Want
 from fatdeploy.spec import Tokens
-from tests.tables import ALIGNED, WORDS, TableEngine, hashed_logits
+from tests.support.engines.tables import ALIGNED, WORDS, TableEngine, hashed_logits
 
 BOS, EOS = 1, 2
 SOURCES = [[5], [6, 7], [8, 9, 3], [4] * 7, [11, 3], [12], [13, 5, 5, 5]]

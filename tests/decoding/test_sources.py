@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 import fatdeploy
 from fatdeploy import ConfigError, DecodeOptions, Hypothesis, Model, SpecMismatch
-from fatdeploy.export.eager import EagerEngine
-from fatdeploy.runtimes import decode, model
-from fatdeploy.runtimes.batching import batches_of
-from tests.bundles import bundle_of, model_of
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.runtimes import model
+from fatdeploy.runtimes.decoding import loop as decode
+from fatdeploy.runtimes.decoding.sources import batches_of
+from tests.support.bundles import bundle_of, model_of
 
 GREEDY = DecodeOptions(max_new_tokens=10)
 CHOICES = {

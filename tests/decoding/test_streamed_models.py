@@ -14,10 +14,10 @@ import pytest
 
 import fatdeploy
 from fatdeploy import BackendUnavailable, ConfigError, DecodeOptions, Event, Hypothesis, Model, SpecMismatch
-from tests.bundles import bundle_of
-from tests.gated import collected, eventually
-from tests.spellings import KINDS, byte_level_spelling, byte_spelling, tokenizer_of
-from tests.texts import bundle_with_text, words
+from tests.support.bundles import bundle_of
+from tests.support.engines.gated import collected, eventually
+from tests.support.text.spellings import KINDS, byte_level_spelling, byte_spelling, tokenizer_of
+from tests.support.text.texts import bundle_with_text, words
 
 TINY = "transformer-tiny"
 

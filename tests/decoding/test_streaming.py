@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from fatdeploy import ConfigError, DecodeOptions, Event, Hypothesis, Stream
-from fatdeploy.runtimes import decode
-from fatdeploy.runtimes.decode import Decoding
-from fatdeploy.runtimes.deltas import Deltas
-from tests.gated import PATIENCE, GatedEngine, collected, eventually
-from tests.scripted import SPEC, ScriptedEngine
+from fatdeploy.runtimes.decoding import loop as decode
+from fatdeploy.runtimes.decoding.deltas import Deltas
+from fatdeploy.runtimes.decoding.loop import Decoding
+from tests.support.engines.gated import PATIENCE, GatedEngine, collected, eventually
+from tests.support.engines.scripted import SPEC, ScriptedEngine
 
 EOS = 2
 

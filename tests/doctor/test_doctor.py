@@ -13,11 +13,11 @@ from typing import Any
 import click
 import pytest
 
-from fatdeploy.runtimes import doctor
-from fatdeploy.runtimes.cuda_devices import Cuda, CudaDevice, cuda_here
-from fatdeploy.runtimes.packages import PACKAGES
+from fatdeploy.runtimes.doctor import examine as doctor
+from fatdeploy.runtimes.doctor.cuda_driver import Cuda, CudaDevice, cuda_here
+from fatdeploy.runtimes.doctor.packages import PACKAGES
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 START = "import sys; sys.path[:0] = sys.argv[1:3]; del sys.argv[1:3]; from fatdeploy.cli import main; main()"
 CPU = "get_available_providers = lambda: ['CPUExecutionProvider']"
 GPU = "get_available_providers = lambda: ['TensorrtExecutionProvider', 'CUDAExecutionProvider', 'CPUExecutionProvider']"

@@ -10,15 +10,15 @@ import pytest
 
 from fatdeploy.bundle import digest_of, read_bundle, write_manifest
 from fatdeploy.errors import BundleError, ConfigError, SpecMismatch
-from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.package import placed_output_matrix
 from fatdeploy.export.reference.presets import PRESETS
 from fatdeploy.manifest import DECODER, MANIFEST, WEIGHTS, OutputMatrix
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.ort import OrtEngine
-from tests.bundles import bundle_of, model_of
-from tests.choices import tiny
-from tests.output_rows import check_output_rows
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from tests.support.bundles import bundle_of, model_of
+from tests.support.choices import tiny
+from tests.support.output_rows import check_output_rows
 
 
 @pytest.mark.parametrize("dialect", ["ort", "standard"])

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fatdeploy.runtimes.moves import SPARE, planned_moves
+from fatdeploy.runtimes.engines.row_moves import SPARE, planned_moves
 
 
 def moved(parents: list[int], n_rows: int) -> list[int]:

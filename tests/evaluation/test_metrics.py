@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sacrebleu import corpus_bleu, corpus_chrf
 
 from fatdeploy.errors import BackendUnavailable, ConfigError
-from fatdeploy.runtimes.metrics import (
+from fatdeploy.runtimes.evaluation.metrics import (
     METRICS,
     Score,
     bleu,

@@ -1,7 +1,6 @@
 """What an export may choose: alignments, shorter limits, best tokens, licence, tokenizer."""
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,48 +14,28 @@ from tokenizers.models import WordLevel
 from fatdeploy.bundle import Bundle, read_bundle
 from fatdeploy.cli import main
 from fatdeploy.errors import CheckpointError, ConfigError, SpecMismatch
-from fatdeploy.export.contract import Choices, flat_model
-from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.export.models.exportable import Choices, flat_model
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.checkpoint import save_checkpoint
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.manifest import DECODER, TOKENIZER
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.engine import Capacity, Engine, Want
-from fatdeploy.runtimes.hypothesis import Hypothesis
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.trt import TrtEngine
+from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.protocol import Capacity, Engine, Want
+from fatdeploy.runtimes.engines.trt.engine import TrtEngine
 from fatdeploy.targets import Dialect
-from tests.bundles import TARGETS, shared_bundle
-from tests.choices import tiny
-from tests.cpu_device import CpuDevice, with_plans
-from tests.output_rows import check_output_rows
+from tests.support.aligned import HYBRID, aligned, model_with
+from tests.support.choices import tiny
+from tests.support.devices.cpu import CpuDevice, with_plans
+from tests.support.output_rows import check_output_rows
 
-SIZES = {"max_source": 12, "max_target": 16}
 ONE_LAYER = {"encoder_layers": 1, "decoder_layers": 1, "max_source": 40, "max_target": 48}
 DIALECTS: list[Dialect] = ["ort", "standard"]
-# The last layer's weights are for copying, those of the first for who aligns.
-HYBRID = {"copy": True, "hybrid": True}
 SOURCE = np.array([[5, 6, 7, 8, 9], [20, 21, 0, 0, 0]])
 MASK = SOURCE != 0
-
-
-@cache
-def model_with(attention: str) -> ReferenceModel:
-    if attention == "plain":
-        return tiny({**SIZES, "tie_embeddings": False}, base="transformer")
-    return tiny({**SIZES, **HYBRID})
-
-
-def aligned(attention: str, dialect: Dialect, layer: int) -> tuple[OrtEngine, EagerEngine]:
-    """Return a bundle with a layer's alignments, and the reference that says the same."""
-    flat = flat_model(model_with(attention), Choices(attention_layer=layer))
-    bundle = shared_bundle(
-        f"aligned-{attention}-{dialect}-{layer}",
-        lambda folder: write_bundle(flat, folder, origin=Origin(name="aligned"), target=TARGETS[dialect]),
-    )
-    return OrtEngine(bundle), EagerEngine(flat)
 
 
 def alignments(engine: Engine[Any], calls: list[list[list[int]]]) -> list[np.ndarray]:

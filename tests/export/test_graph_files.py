@@ -7,13 +7,13 @@ import pytest
 
 from fatdeploy.errors import ExportFailed
 from fatdeploy.export import graph_files
-from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.manifest import DECODER, ENCODER, WEIGHTS
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.ort import OrtEngine
-from tests.choices import tiny
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from tests.support.choices import tiny
 
 LIMIT = 40_000
 

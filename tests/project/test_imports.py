@@ -2,6 +2,7 @@
 
 import ast
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,10 @@ from pathlib import Path
 import pytest
 
 import fatdeploy
-from fatdeploy.runtimes import model, streaming
+from fatdeploy.runtimes import model
+from fatdeploy.runtimes.decoding import streaming
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 BLOCKED = """
 import sys
@@ -24,17 +26,27 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 """
 
-DECODES = (
+# Packages of every depth: one that cannot be imported is an error, not a package without modules.
+IMPORTS = (
     BLOCKED
     + """
 import importlib, pkgutil
 import fatdeploy, fatdeploy.runtimes
-for package in (fatdeploy, fatdeploy.runtimes):
-    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-        if module.name not in ("fatdeploy.export", "fatdeploy.__main__"):
-            importlib.import_module(module.name)
-from fatdeploy.runtimes.decode import decode
-from tests.scripted import ScriptedEngine
+def failed(name):
+    raise ImportError(name)
+modules = [*pkgutil.iter_modules(fatdeploy.__path__, "fatdeploy.")]
+modules += pkgutil.walk_packages(fatdeploy.runtimes.__path__, "fatdeploy.runtimes.", failed)
+names = {module.name for module in modules} - {"fatdeploy.export", "fatdeploy.__main__"}
+for name in sorted(names):
+    importlib.import_module(name)
+"""
+)
+DECODES = (
+    IMPORTS
+    + """
+assert "fatdeploy.runtimes.engines.trt.build.network" in names
+from fatdeploy.runtimes.decoding.loop import decode
+from tests.support.engines.scripted import ScriptedEngine
 print(decode(ScriptedEngine({5: [7, 8, 2]}), [[5]]))
 """
 )
@@ -47,17 +59,86 @@ def test_device_side_code_imports_and_decodes_without_torch_and_its_like() -> No
 
 @pytest.mark.parametrize("folder", ["fatdeploy", "runtimes"])
 def test_device_side_files_import_nothing_of_the_exporter_not_even_inside_of_a_function(folder: str) -> None:
-    # The links in fatdeploy/ lead to the other folders.
-    files = list((ROOT / folder).glob("*.py"))
-    imported = [
-        f"{path.name}:{node.lineno}"
-        for path in files
+    assert modules_in(ROOT / folder)
+    assert forbidden_imports(ROOT / folder) == []
+
+
+def modules_in(folder: Path) -> list[Path]:
+    """Return the modules of a folder and of all folders in it, but not of those that links lead to."""
+    return sorted(Path(place, name) for place, _, names in os.walk(folder) for name in names if name.endswith(".py"))
+
+
+def forbidden_imports(folder: Path) -> list[str]:
+    return [
+        f"{path.relative_to(folder).as_posix()}:{node.lineno}"
+        for path in modules_in(folder)
         for node in ast.walk(ast.parse(path.read_text()))
         for name in names_imported(node)
         if name.split(".")[:2] == ["fatdeploy", "export"] or name.split(".")[0] in {"export", "torch", "onnx"}
     ]
-    assert files
+
+
+NESTED = ["decoding/loop.py", "engines/ort/engine.py", "engines/trt/build/network.py"]
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """Return a copy of the device's side, to plant something in."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in ("fatdeploy", "runtimes"):
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=ignored)
+    return tmp_path
+
+
+def imports_all(checkout: Path) -> subprocess.CompletedProcess[str]:
+    code = f"{IMPORTS}\nprint(fatdeploy.__file__)"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=checkout, check=False)
+
+
+def test_a_copy_with_nothing_planted_passes(copied: Path) -> None:
+    assert forbidden_imports(copied / "runtimes") == []
+    run = imports_all(copied)
+    assert run.stdout == f"{copied / 'fatdeploy' / '__init__.py'}\n", run.stderr
+
+
+@pytest.mark.parametrize("module", NESTED)
+def test_an_import_of_torch_planted_in_a_nested_module_is_noticed(copied: Path, module: str) -> None:
+    with (copied / "runtimes" / module).open("a") as file:
+        file.write("\nimport torch\n")
+    assert [place.partition(":")[0] for place in forbidden_imports(copied / "runtimes")] == [module]
+    assert "ImportError: torch is not for devices" in imports_all(copied).stderr
+
+
+@pytest.mark.parametrize("module", NESTED)
+@pytest.mark.parametrize(
+    "planted", ["import onnx", "from fatdeploy.export import pipeline", "import fatdeploy.export.proof.certify"]
+)
+def test_an_import_planted_inside_of_a_function_of_a_nested_module_is_noticed(
+    copied: Path, module: str, planted: str
+) -> None:
+    with (copied / "runtimes" / module).open("a") as file:
+        file.write(f"\ndef planted():\n    {planted}\n")
+    assert [place.partition(":")[0] for place in forbidden_imports(copied / "runtimes")] == [module]
+
+
+def test_no_test_file_imports_another() -> None:
+    imported = [
+        f"{path.relative_to(ROOT).as_posix()}:{node.lineno}"
+        for path in modules_in(ROOT / "tests")
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in names_imported(node)
+        if name.startswith("tests.") and any(part.startswith("test_") for part in name.split(".")[1:])
+    ]
     assert imported == []
+
+
+@pytest.mark.parametrize("folder", ["runtimes", "export", "benchmarks", "tests"])
+def test_every_folder_is_a_package_of_at_most_14_modules(folder: str) -> None:
+    names: dict[Path, set[str]] = {}
+    for path in modules_in(ROOT / folder):
+        names.setdefault(path.parent, set()).add(path.name)
+    assert [str(place) for place, found in names.items() if "__init__.py" not in found] == []
+    assert [str(place) for place, found in names.items() if len(found - {"__init__.py"}) > 14] == []
 
 
 def names_imported(node: ast.AST) -> list[str]:
@@ -68,7 +149,10 @@ def names_imported(node: ast.AST) -> list[str]:
 
 def test_the_block_would_notice_an_import_of_torch() -> None:
     run = subprocess.run(
-        [sys.executable, "-c", BLOCKED + "import fatdeploy.export.eager"], capture_output=True, text=True, check=False
+        [sys.executable, "-c", BLOCKED + "import fatdeploy.export.models.eager"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert "is not for devices" in run.stderr
 
@@ -157,9 +241,17 @@ def test_the_help_and_the_doctor_run_where_numpy_cannot_be_imported(arguments: l
 
 
 def test_an_application_on_a_cpu_loads_nothing_of_tensorrt() -> None:
-    kinds = "('fatdeploy.runtimes.trt', 'fatdeploy.runtimes.cuda_device', 'tensorrt', 'cuda.')"
-    code = (
-        f"import sys; import fatdeploy.runtimes.model; print([one for one in sys.modules if one.startswith({kinds})])"
-    )
+    assert modules_of_tensorrt_after("fatdeploy.runtimes.model") == []
+
+
+def test_what_is_of_tensorrt_would_be_noticed() -> None:
+    loaded = modules_of_tensorrt_after("fatdeploy.runtimes.engines.trt.cuda")
+    assert {"fatdeploy.runtimes.engines.trt", "fatdeploy.runtimes.engines.trt.cuda"} <= set(loaded)
+
+
+def modules_of_tensorrt_after(module: str) -> list[str]:
+    """Return which modules of TensorRT, of CUDA and of ours for them an import of a module loads."""
+    kinds = ("fatdeploy.runtimes.engines.trt", "fatdeploy.runtimes.doctor.cuda_driver", "tensorrt", "cuda.")
+    code = f"import sys; import {module}; print(*(name for name in sys.modules if name.startswith({kinds})))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"
+    return run.stdout.split()

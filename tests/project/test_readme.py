@@ -8,19 +8,23 @@ from pathlib import Path
 import pytest
 
 from fatdeploy.cli import COMMANDS
-from fatdeploy.export.eager import EagerEngine
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.options import DecodeOptions
-from tests.bundles import bundle_of, model_of
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from tests.support.bundles import bundle_of, model_of
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_its_numbers_are_those_of_the_committed_results() -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.readme", "--check"], capture_output=True, text=True, cwd=ROOT, check=False
+        [sys.executable, "-m", "benchmarks.readme.run", "--check"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
     )
     assert run.returncode == 0, run.stderr
 
@@ -71,7 +75,7 @@ def test_nothing_in_the_repository_names_this_machine() -> None:
     found = [
         f"{name}: {match.group()}"
         for name in files
-        if (ROOT / name).is_file() and name != "tests/test_readme.py"
+        if (ROOT / name).is_file() and name != "tests/project/test_readme.py"
         for match in private.finditer((ROOT / name).read_text(errors="replace"))
     ]
     assert not found

@@ -7,12 +7,12 @@ import pytest
 
 from fatdeploy.errors import ParityFailed
 from fatdeploy.manifest import PROBES
-from fatdeploy.runtimes.engine import StepOut
-from fatdeploy.runtimes.fidelity import Fidelity, token_fidelity
-from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.verify import Probe, read_probes
-from tests.bundles import bundle_of
-from tests.scripted import ScriptedEngine
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.protocol import StepOut
+from fatdeploy.runtimes.proof.fidelity import Fidelity, token_fidelity
+from fatdeploy.runtimes.proof.probes import Probe, read_probes
+from tests.support.bundles import bundle_of
+from tests.support.engines.scripted import ScriptedEngine
 
 REFERENCE = [[7, 8, 2, 4], [5, 6, 9, 3]]
 

@@ -16,22 +16,23 @@ import pytest
 from fatdeploy.bundle import Bundle, read_bundle, write_manifest
 from fatdeploy.certificate import MetricChange, TokenAgreement, read_certificate
 from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, ParityFailed
-from fatdeploy.export.contract import Choices, flat_model
-from fatdeploy.export.eager import EagerEngine
-from fatdeploy.export.examples import Example, random_examples
-from fatdeploy.export.gate import RANDOM_STEPS, Bar, Gate, Judgement, fewest_kept, metric_of
 from fatdeploy.export.graph_files import graphs_of
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.export.models.exportable import Choices, flat_model
 from fatdeploy.export.pipeline import Origin, Plain, trial_of, write_quantized
-from fatdeploy.export.precision import Asked, Quantizer
-from fatdeploy.export.tokenizers import Kind, built_tokenizer
+from fatdeploy.export.quantize.examples import Example, random_examples
+from fatdeploy.export.quantize.gate import RANDOM_STEPS, Bar, Gate, Judgement, fewest_kept, metric_of
+from fatdeploy.export.quantize.quantizer import Asked, Quantizer
+from fatdeploy.export.training.tokenizers import Kind, built_tokenizer
 from fatdeploy.machine import Machine
 from fatdeploy.manifest import DECODER, EMBEDDING, ENCODER, GATE, PARITY, WEIGHTS, Quantization
-from fatdeploy.runtimes import gate
-from fatdeploy.runtimes.certified import Promise
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.engine import StepOut, Want
-from fatdeploy.runtimes.fidelity import Fidelity
-from fatdeploy.runtimes.gate import (
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.protocol import StepOut, Want
+from fatdeploy.runtimes.proof import gate
+from fatdeploy.runtimes.proof.certified import Promise
+from fatdeploy.runtimes.proof.fidelity import Fidelity
+from fatdeploy.runtimes.proof.gate import (
     Material,
     check_rows,
     cpu_class,
@@ -41,13 +42,12 @@ from fatdeploy.runtimes.gate import (
     verified_quantized,
     write_material,
 )
-from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.text import Tokenizer, tokenizer_from_file
+from fatdeploy.runtimes.text.tokenizer import Tokenizer, tokenizer_from_file
 from fatdeploy.spec import Tokens
-from tests.bundles import bundle_of, model_of
-from tests.quantized import hollow_bundle, quantized_of, quantizer_from, quantizer_of
-from tests.scripted import SPEC, ScriptedEngine
-from tests.test_choices_of_export import aligned
+from tests.support.aligned import aligned
+from tests.support.bundles import bundle_of, model_of
+from tests.support.engines.scripted import SPEC, ScriptedEngine
+from tests.support.quantized import hollow_bundle, quantized_of, quantizer_from, quantizer_of
 
 TINY = "transformer-tiny"
 # What follows each token, by the first token of the source; 9 follows all others.

@@ -15,16 +15,16 @@ from fatdeploy.errors import ParityFailed
 from fatdeploy.export.reference.checkpoint import save_checkpoint
 from fatdeploy.export.reference.weights import model_from_preset
 from fatdeploy.manifest import PROBES
-from fatdeploy.runtimes.engine import Capacity, StepOut, Want
-from fatdeploy.runtimes.lockstep import Comparison, compared, logit_agreement
-from fatdeploy.runtimes.ort import OrtEngine, OrtState
-from fatdeploy.runtimes.verify import read_probes, verified
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine, OrtState
+from fatdeploy.runtimes.engines.protocol import Capacity, StepOut, Want
+from fatdeploy.runtimes.proof.lockstep import Comparison, compared, logit_agreement
+from fatdeploy.runtimes.proof.probes import read_probes, verified
 from fatdeploy.spec import Mask, Tokens
-from tests.bundles import bundle_of
-from tests.scripted import ScriptedEngine
+from tests.support.bundles import bundle_of
+from tests.support.engines.scripted import ScriptedEngine
 
 TINY = "transformer-tiny"
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SCRIPTS = {3: [4, 5, 6, 7], 4: [8, 9, 8, 9]}
 SOURCE = np.array([[3], [4]])
 

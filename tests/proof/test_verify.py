@@ -15,15 +15,15 @@ from click.testing import CliRunner
 from fatdeploy.bundle import read_bundle, write_manifest
 from fatdeploy.cli import main
 from fatdeploy.errors import BundleError, ExportFailed, ParityFailed
-from fatdeploy.export.certify import drawn_probes
-from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.export.proof.certify import drawn_probes
 from fatdeploy.export.reference.checkpoint import save_checkpoint
 from fatdeploy.manifest import PARITY, PROBES
-from fatdeploy.runtimes.lockstep import SAFE_MARGINS
-from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.verify import read_probes, verified
-from tests.bundles import bundle_of, model_of
-from tests.choices import tiny
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.proof.lockstep import SAFE_MARGINS
+from fatdeploy.runtimes.proof.probes import read_probes, verified
+from tests.support.bundles import bundle_of, model_of
+from tests.support.choices import tiny
 
 TINY = "transformer-tiny"
 
@@ -163,7 +163,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from fatdeploy.export.pipeline import Origin, write_bundle
-from tests.choices import tiny
+from tests.support.choices import tiny
 def stage(name):
     if name.startswith(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -176,7 +176,7 @@ write_bundle(model, Path(sys.argv[1]), origin=Origin(name="other"), force=True, 
 def test_an_export_that_is_killed_leaves_the_old_bundle(tmp_path: Path, moment: str) -> None:
     shutil.copytree(bundle_of(TINY).path, tmp_path / "bundle")
     run = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path / "bundle"), moment], cwd=Path(__file__).parent.parent, check=False
+        [sys.executable, "-c", KILLED, str(tmp_path / "bundle"), moment], cwd=Path(__file__).parents[2], check=False
     )
     assert run.returncode == -9
     assert read_bundle(tmp_path / "bundle").digest == bundle_of(TINY).digest

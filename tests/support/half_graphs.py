@@ -9,7 +9,7 @@ import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
 from fatdeploy.export.graph_files import graphs_of, read_structure
-from fatdeploy.export.half import in_half
+from fatdeploy.export.half.rewrite import in_half
 from fatdeploy.targets import HalfPrecision
 
 OPSETS = [helper.make_opsetid("", 24), helper.make_opsetid("com.microsoft", 1)]

@@ -20,8 +20,8 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 
 from fatdeploy.errors import SpecMismatch
-from fatdeploy.runtimes.engine import Capacity, Floats, Rows, StepOut, Want, check_want, sources_of_rows
-from fatdeploy.runtimes.options import DecodeOptions, LogitsProcessor
+from fatdeploy.runtimes.decoding.options import DecodeOptions, LogitsProcessor
+from fatdeploy.runtimes.engines.protocol import Capacity, Floats, Rows, StepOut, Want, check_want, sources_of_rows
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 VOCABULARY, WIDTH, MAX_SOURCE, MAX_TARGET = 48, 32, 12, 24

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from fatdeploy.runtimes.engine import Capacity, Engine, Want
+from fatdeploy.runtimes.engines.protocol import Capacity, Engine, Want
 
 SOURCE = np.array([[5, 6, 7, 8], [9, 4, 0, 0]])
 

@@ -5,20 +5,20 @@ from functools import cache
 from pathlib import Path
 
 from fatdeploy.bundle import Bundle, write_manifest
-from fatdeploy.export.contract import Choices, Flat, flat_model
-from fatdeploy.export.examples import examples_from_file, random_examples
 from fatdeploy.export.g2p import CALIBRATION, CHECKPOINT, NAME
 from fatdeploy.export.g2p import PROBES as G2P_PROBES
-from fatdeploy.export.gate import RANDOM_STEPS
+from fatdeploy.export.models.exportable import Choices, Flat, flat_model
+from fatdeploy.export.models.loading import model_from_source
 from fatdeploy.export.pipeline import Origin, Plain, trial_of, write_quantized
-from fatdeploy.export.precision import Asked, Integers, Quantizer, Trial
-from fatdeploy.export.sources import model_from_source
+from fatdeploy.export.quantize.examples import examples_from_file, random_examples
+from fatdeploy.export.quantize.gate import RANDOM_STEPS
+from fatdeploy.export.quantize.quantizer import Asked, Integers, Quantizer, Trial
 from fatdeploy.manifest import DECODER, ENCODER, REQUIRED, Manifest, Provenance, Quantization
-from fatdeploy.runtimes.text import tokenizer_from_file
+from fatdeploy.runtimes.text.tokenizer import tokenizer_from_file
 from fatdeploy.targets import CpuClass
-from tests.bundles import bundle_of, model_of, shared_bundle
-from tests.scripted import SPEC
-from tests.words import g2p_bundle
+from tests.support.bundles import bundle_of, model_of, shared_bundle
+from tests.support.engines.scripted import SPEC
+from tests.support.words import g2p_bundle
 
 
 def quantizer_of(preset: str, asked: Asked) -> Quantizer:

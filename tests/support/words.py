@@ -3,15 +3,15 @@
 from functools import cache
 
 from fatdeploy.bundle import Bundle
-from fatdeploy.export.contract import Choices, flat_model
-from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.g2p import CHECKPOINT, NAME
 from fatdeploy.export.g2p.data import dictionary_file, entries_from_text, parts_of
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.export.models.exportable import Choices, flat_model
+from fatdeploy.export.models.loading import model_from_source
 from fatdeploy.export.pipeline import write_bundle
-from fatdeploy.export.sources import model_from_source
-from fatdeploy.runtimes.text import tokenizer_from_file
+from fatdeploy.runtimes.text.tokenizer import tokenizer_from_file
 from fatdeploy.targets import Dialect
-from tests.bundles import TARGETS, shared_bundle
+from tests.support.bundles import TARGETS, shared_bundle
 
 
 @cache

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 import fatdeploy
 from fatdeploy import BackendUnavailable, BundleError, DecodeOptions, SpecMismatch
-from fatdeploy.export.tokenizers import Kind, built_tokenizer
-from fatdeploy.runtimes.text import CharacterTokenizer, PackageTokenizer, tokenizer_from_file
-from tests.texts import ANY_TEXT, bundle_with_coder, in_package
+from fatdeploy.export.training.tokenizers import Kind, built_tokenizer
+from fatdeploy.runtimes.text.tokenizer import CharacterTokenizer, PackageTokenizer, tokenizer_from_file
+from tests.support.text.texts import ANY_TEXT, bundle_with_coder, in_package
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAIRS = [("hello", "HH AH0 L OW1"), ("ahoy hello", "AH0 HH OY1 HH AH0 L OW1")]
 Content = dict[str, Any]
 
@@ -73,7 +73,7 @@ WITHOUT_PACKAGE = """
 import json, sys
 sys.modules["tokenizers"] = None
 from pathlib import Path
-from fatdeploy.runtimes.text import tokenizer_from_file
+from fatdeploy.runtimes.text.tokenizer import tokenizer_from_file
 read = tokenizer_from_file(Path(sys.argv[1]))
 print(json.dumps([read.n_tokens, read.encoded("ahoy?").ids.tolist(), read.text([1, 5, 4, 2])]))
 """

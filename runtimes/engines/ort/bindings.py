@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from fatdeploy.runtimes.buffers import Array, Buffers
-from fatdeploy.runtimes.engine import StepOut, Want
+from fatdeploy.runtimes.engines.ort.buffers import Array, Buffers
+from fatdeploy.runtimes.engines.protocol import StepOut, Want
 from fatdeploy.spec import ModelSpec, TensorSpec, Tokens
 
 # Bindings that wait hold the sources that they read last, and the results. A short request is quicker for it; of more

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fatdeploy.runtimes.engine import Rows
+from fatdeploy.runtimes.engines.protocol import Rows
 from fatdeploy.spec import StateSpec
 
 Array = NDArray[Any]

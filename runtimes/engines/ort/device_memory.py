@@ -13,11 +13,19 @@ from typing import Any, Protocol
 import numpy as np
 
 from fatdeploy.errors import BackendUnavailable
-from fatdeploy.runtimes.buffers import Array, Buffers
-from fatdeploy.runtimes.engine import Rows, StepOut, Want
-from fatdeploy.runtimes.ort_bindings import Binder, Bound
-from fatdeploy.runtimes.ort_memory import Held, Shape
-from fatdeploy.runtimes.row_graphs import ELEMENTS, ROWS, WIDTHS, gathered_name, row_graph, shape_name, zero_graph
+from fatdeploy.runtimes.engines.ort.bindings import Binder, Bound
+from fatdeploy.runtimes.engines.ort.buffers import Array, Buffers
+from fatdeploy.runtimes.engines.ort.host_memory import Held, Shape
+from fatdeploy.runtimes.engines.ort.row_graphs import (
+    ELEMENTS,
+    ROWS,
+    WIDTHS,
+    gathered_name,
+    row_graph,
+    shape_name,
+    zero_graph,
+)
+from fatdeploy.runtimes.engines.protocol import Rows, StepOut, Want
 from fatdeploy.spec import ModelSpec, TensorSpec
 
 

@@ -12,8 +12,22 @@ from fatdeploy.bundle import Bundle
 from fatdeploy.errors import ConfigError, FatdeployError
 from fatdeploy.machine import usable_cores
 from fatdeploy.manifest import DECODER, ENCODER
-from fatdeploy.runtimes.buffers import BufferPool, Buffers
-from fatdeploy.runtimes.engine import (
+from fatdeploy.runtimes.engines.ort.bindings import MOST_HELD_BYTES, MOST_SHAPES, Binder, Bound
+from fatdeploy.runtimes.engines.ort.buffers import BufferPool, Buffers
+from fatdeploy.runtimes.engines.ort.device_memory import CudaDevice, Device, DeviceBinder, DeviceMemory
+from fatdeploy.runtimes.engines.ort.host_memory import Held, HostMemory, Memory
+from fatdeploy.runtimes.engines.ort.saturation import check_saturation
+from fatdeploy.runtimes.engines.ort.sessions import (
+    OrtKeywords,
+    OrtOptions,
+    Sessions,
+    onnxruntime_module,
+    opened_sessions,
+    run_failed,
+    small_session,
+)
+from fatdeploy.runtimes.engines.output_matrix import stored_output_rows
+from fatdeploy.runtimes.engines.protocol import (
     Capacity,
     Floats,
     Ids,
@@ -26,20 +40,6 @@ from fatdeploy.runtimes.engine import (
     checked_move,
     released_state,
 )
-from fatdeploy.runtimes.ort_bindings import MOST_HELD_BYTES, MOST_SHAPES, Binder, Bound
-from fatdeploy.runtimes.ort_device import CudaDevice, Device, DeviceBinder, DeviceMemory
-from fatdeploy.runtimes.ort_memory import Held, HostMemory, Memory
-from fatdeploy.runtimes.ort_sessions import (
-    OrtKeywords,
-    OrtOptions,
-    Sessions,
-    onnxruntime_module,
-    opened_sessions,
-    run_failed,
-    small_session,
-)
-from fatdeploy.runtimes.output_matrix import stored_output_rows
-from fatdeploy.runtimes.saturation import check_saturation
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 NOTHING = Buffers([])  # what a state has that was given back
@@ -144,7 +144,7 @@ class OrtEngine:
         """Make new row i continue old row rows[i]; sources without rows leave.
 
         Rows are copied, and buffers stay where they are. onnxruntime could be told instead which row holds each
-        position: that is slower (benchmarks/beam_rows.py).
+        position: that is slower (benchmarks/beams/rows.py).
         """
         _check_held(state)
         batch = len(state.sources[self.spec.source_mask.name])

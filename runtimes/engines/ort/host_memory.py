@@ -5,8 +5,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fatdeploy.runtimes.buffers import Array, Buffers, move_rows, zero_rows
-from fatdeploy.runtimes.engine import Rows
+from fatdeploy.runtimes.engines.ort.buffers import Array, Buffers, move_rows, zero_rows
+from fatdeploy.runtimes.engines.protocol import Rows
 from fatdeploy.spec import ModelSpec
 
 # What an engine calls an array: numpy's own, or something on a device with the same ``shape`` and ``nbytes``.

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from fatdeploy.bundle import Bundle
 from fatdeploy.errors import BackendUnavailable
 from fatdeploy.manifest import SATURATION
-from fatdeploy.runtimes.ort_sessions import run_failed
+from fatdeploy.runtimes.engines.ort.sessions import run_failed
 from fatdeploy.spec import SATURATION_INPUT, SATURATION_OUTPUT
 
 # One row, and as many as other kernels are used for.

@@ -12,7 +12,7 @@ from typing import Any, TypedDict, get_args
 from fatdeploy.bundle import Bundle
 from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, in_one_line
 from fatdeploy.manifest import DECODER, ENCODER
-from fatdeploy.runtimes.packages import (
+from fatdeploy.runtimes.doctor.packages import (
     CONFLICT,
     CONFLICT_FIX,
     GPU_RUNTIME,

@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
-from fatdeploy.runtimes.device import Context
-from fatdeploy.runtimes.engine import Want
-from fatdeploy.runtimes.trt_calls import Call, Results
-from fatdeploy.runtimes.trt_layout import HostArrays, Slab, n_bytes
-from fatdeploy.runtimes.trt_memory import Held
-from fatdeploy.runtimes.trt_plans import Opened
+from fatdeploy.runtimes.engines.protocol import Want
+from fatdeploy.runtimes.engines.trt.calls import Call, Results
+from fatdeploy.runtimes.engines.trt.device import Context
+from fatdeploy.runtimes.engines.trt.layout import HostArrays, Slab, n_bytes
+from fatdeploy.runtimes.engines.trt.memory import Held
+from fatdeploy.runtimes.engines.trt.plans import Opened
 from fatdeploy.spec import ModelSpec, TensorSpec
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from fatdeploy.runtimes.device import Bytes, Context, Device, Graph
-from fatdeploy.runtimes.trt_layout import HostArrays
+from fatdeploy.runtimes.engines.trt.device import Bytes, Context, Device, Graph
+from fatdeploy.runtimes.engines.trt.layout import HostArrays
 from fatdeploy.spec import TensorSpec
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 
-from fatdeploy.runtimes.device import Device, TimedEvent
+from fatdeploy.runtimes.engines.trt.device import Device, TimedEvent
 
 
 class DeviceClock:

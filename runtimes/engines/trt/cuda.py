@@ -12,11 +12,11 @@ import numpy as np
 
 from fatdeploy.errors import BackendUnavailable, DeviceFailed, OutOfDeviceMemory, in_one_line
 from fatdeploy.plans import PlanRecord
-from fatdeploy.runtimes.cuda_devices import cuda_here
-from fatdeploy.runtimes.cuda_plans import CudaPlan, Errors
-from fatdeploy.runtimes.device import Bytes, Here, Strips
-from fatdeploy.runtimes.packages import CUDA_PYTHON, install_command, installed_versions
-from fatdeploy.runtimes.trt_modules import listening, logger_of, tensorrt_module
+from fatdeploy.runtimes.doctor.cuda_driver import cuda_here
+from fatdeploy.runtimes.doctor.packages import CUDA_PYTHON, install_command, installed_versions
+from fatdeploy.runtimes.engines.trt.cuda_plans import CudaPlan, Errors
+from fatdeploy.runtimes.engines.trt.device import Bytes, Here, Strips
+from fatdeploy.runtimes.engines.trt.modules import listening, logger_of, tensorrt_module
 from fatdeploy.targets import Flavour
 
 log = logging.getLogger("fatdeploy")

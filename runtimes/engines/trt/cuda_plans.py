@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fatdeploy.errors import BundleError, DeviceFailed, in_one_line
 from fatdeploy.plans import PlanRecord
-from fatdeploy.runtimes.device import PlanTensor, Shape
+from fatdeploy.runtimes.engines.trt.device import PlanTensor, Shape
 
 if TYPE_CHECKING:
-    from fatdeploy.runtimes.cuda_device import CudaDevice
+    from fatdeploy.runtimes.engines.trt.cuda import CudaDevice
 
 log = logging.getLogger("fatdeploy")
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from fatdeploy.bundle import Bundle
 from fatdeploy.errors import ConfigError, DeviceFailed, OutOfDeviceMemory
 from fatdeploy.plans import Part
-from fatdeploy.runtimes.device import Device
-from fatdeploy.runtimes.engine import (
+from fatdeploy.runtimes.engines.output_matrix import stored_output_rows
+from fatdeploy.runtimes.engines.protocol import (
     Capacity,
     Floats,
     Ids,
@@ -28,13 +28,13 @@ from fatdeploy.runtimes.engine import (
     joined,
     released_state,
 )
-from fatdeploy.runtimes.output_matrix import stored_output_rows
-from fatdeploy.runtimes.trt_binding import bound_encoder, bound_step, results_of
-from fatdeploy.runtimes.trt_calls import Call
-from fatdeploy.runtimes.trt_clock import DeviceClock
-from fatdeploy.runtimes.trt_memory import Held, HeldPool, HeldShape
-from fatdeploy.runtimes.trt_plans import Opened, opened_plans
-from fatdeploy.runtimes.trt_profiles import (
+from fatdeploy.runtimes.engines.trt.bindings import bound_encoder, bound_step, results_of
+from fatdeploy.runtimes.engines.trt.calls import Call
+from fatdeploy.runtimes.engines.trt.clock import DeviceClock
+from fatdeploy.runtimes.engines.trt.device import Device
+from fatdeploy.runtimes.engines.trt.memory import Held, HeldPool, HeldShape
+from fatdeploy.runtimes.engines.trt.plans import Opened, opened_plans
+from fatdeploy.runtimes.engines.trt.profile_choice import (
     chosen_profile,
     fitting_profile,
     most_sources,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fatdeploy.runtimes.device import ALIGNMENT, Bytes, Device
+from fatdeploy.runtimes.engines.trt.device import ALIGNMENT, Bytes, Device
 from fatdeploy.spec import TensorSpec
 
 # Of bfloat16 numpy knows no size.

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 
-from fatdeploy.runtimes.device import Device, Strips
-from fatdeploy.runtimes.moves import SPARE, planned_moves
-from fatdeploy.runtimes.trt_calls import Call
-from fatdeploy.runtimes.trt_layout import ITEM_BYTES, Slab, n_bytes
+from fatdeploy.runtimes.engines.row_moves import SPARE, planned_moves
+from fatdeploy.runtimes.engines.trt.calls import Call
+from fatdeploy.runtimes.engines.trt.device import Device, Strips
+from fatdeploy.runtimes.engines.trt.layout import ITEM_BYTES, Slab, n_bytes
 from fatdeploy.spec import ModelSpec, StateSpec
 
 # As in the pool of the CPU's engine: as many as decodes that usually run side by side.

@@ -9,7 +9,7 @@ from threading import Lock
 from typing import Any
 
 from fatdeploy.errors import BackendUnavailable
-from fatdeploy.runtimes.packages import TENSORRT, TENSORRT_RTX, Package
+from fatdeploy.runtimes.doctor.packages import TENSORRT, TENSORRT_RTX, Package
 from fatdeploy.targets import Flavour
 
 Listener = Callable[[int, str], None]

@@ -7,7 +7,7 @@ from fatdeploy.bundle import Bundle, graph_hash
 from fatdeploy.errors import BackendUnavailable, BundleError, in_one_line
 from fatdeploy.manifest import GRAPHS
 from fatdeploy.plans import Part, PlanRecord, inputs_of, outputs_of, shapes_of
-from fatdeploy.runtimes.device import Device, Here, Plan, PlanTensor
+from fatdeploy.runtimes.engines.trt.device import Device, Here, Plan, PlanTensor
 from fatdeploy.spec import ModelSpec, TensorSpec
 
 

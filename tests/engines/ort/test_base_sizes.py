@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fatdeploy.export.contract import Choices, flat_model
-from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.export.models.exportable import Choices, flat_model
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.presets import PRESETS
 from fatdeploy.export.reference.weights import model_from_preset
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.targets import Dialect
-from tests.bundles import TARGETS
+from tests.support.bundles import TARGETS
 
 # The reference needs minutes for a probe of 512 positions on one core; the graphs are those of the full model.
 LIMITS = Choices(max_source=16, max_target=16)

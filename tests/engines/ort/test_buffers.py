@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from fatdeploy.errors import ConfigError, SpecMismatch
-from fatdeploy.runtimes import ort
-from fatdeploy.runtimes.buffers import MOST_WAITING, BufferPool, Buffers
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.engine import Capacity, Want
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.ort import OrtEngine, OrtState
-from tests.bundles import bundle_of
-from tests.engines import Kind, engine_of, places
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.ort import engine as ort
+from fatdeploy.runtimes.engines.ort.buffers import MOST_WAITING, BufferPool, Buffers
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine, OrtState
+from fatdeploy.runtimes.engines.protocol import Capacity, Want
+from tests.support.bundles import bundle_of
+from tests.support.engines.kinds import Kind, engine_of, places
 
 SOURCE, MASK = np.array([[5, 6, 7], [8, 9, 4]]), np.ones((2, 3), bool)
 PRESETS = ["transformer-tiny", "fat-tiny"]

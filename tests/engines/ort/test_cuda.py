@@ -15,39 +15,28 @@ from fatdeploy.bundle import Bundle
 from fatdeploy.cli import main
 from fatdeploy.errors import BackendUnavailable, ConfigError
 from fatdeploy.export import pipeline
-from fatdeploy.export.cuda_dialect import CudaHalfSeams
-from fatdeploy.export.cuda_target import cuda_record, decoder_seams
-from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.graph_files import graphs_of, read_structure
-from fatdeploy.export.pipeline import Origin, write_bundle
-from fatdeploy.export.precision import Asked
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.export.proof.cuda_ops import cuda_record, decoder_seams
+from fatdeploy.export.quantize.quantizer import Asked
+from fatdeploy.export.tracing.dialect_ort_cuda import CudaHalfSeams
 from fatdeploy.manifest import DECODER, ENCODER, PARITY, PROBES
-from fatdeploy.runtimes.cuda_devices import cuda_here
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.engine import Capacity, Want
-from fatdeploy.runtimes.fidelity import token_fidelity
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.doctor.cuda_driver import cuda_here
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.sessions import OrtOptions, _provider_options
+from fatdeploy.runtimes.engines.protocol import Capacity, Want
 from fatdeploy.runtimes.model import load
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.ort_sessions import OrtOptions, _provider_options
-from fatdeploy.runtimes.verify import read_probes
+from fatdeploy.runtimes.proof.fidelity import token_fidelity
+from fatdeploy.runtimes.proof.probes import read_probes
 from fatdeploy.targets import TARGETS
-from tests.bundles import bundle_of, model_of, shared_bundle
-from tests.counting_device import on_device
-from tests.test_equalities import BEAMS, assert_alike, sources_of
+from tests.support.bundles import bundle_of, model_of, shared_bundle
+from tests.support.cuda_half import TINY, half, written
+from tests.support.devices.counting import on_device
+from tests.support.engines.equalities import BEAMS, assert_alike, sources_of
 
-TINY = "transformer-tiny"
 SCHEMAS = {one.name: one for one in get_all_operator_schema() if one.domain == "com.microsoft"}
-
-
-def written(folder: Path, **choices: Any) -> Bundle:
-    origin = Origin(name=TINY, random=True)
-    return write_bundle(model_of(TINY), folder, origin=origin, target="ort-cuda", **choices)
-
-
-@cache
-def half() -> Bundle:
-    return shared_bundle(f"{TINY}-cuda-fp16", lambda folder: written(folder, precision="fp16"))
 
 
 @cache

@@ -8,18 +8,18 @@ import onnxruntime
 import pytest
 
 from fatdeploy.errors import BackendUnavailable, SpecMismatch
-from fatdeploy.export.eager import EagerEngine
-from fatdeploy.runtimes.cuda_devices import cuda_here
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.engine import Capacity, Want
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.ort_device import CudaDevice
-from fatdeploy.runtimes.row_graphs import ROWS, gathered_name, row_graph, shape_name, zero_graph
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.doctor.cuda_driver import cuda_here
+from fatdeploy.runtimes.engines.ort.device_memory import CudaDevice
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.row_graphs import ROWS, gathered_name, row_graph, shape_name, zero_graph
+from fatdeploy.runtimes.engines.protocol import Capacity, Want
 from fatdeploy.spec import TensorSpec
-from tests.bundles import bundle_of, model_of
-from tests.counting_device import CountingDevice, on_device, seen
-from tests.test_equalities import BEAMS, SAMPLES, assert_alike, sources_of, tokens_of
+from tests.support.bundles import bundle_of, model_of
+from tests.support.devices.counting import CountingDevice, on_device, seen
+from tests.support.engines.equalities import BEAMS, SAMPLES, assert_alike, sources_of, tokens_of
 
 PRESETS = ["transformer-tiny", "fast-tiny", "at-tiny", "fat-tiny"]
 TINY = "transformer-tiny"

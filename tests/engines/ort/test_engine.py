@@ -11,20 +11,20 @@ from onnx import numpy_helper
 
 from fatdeploy.bundle import write_manifest
 from fatdeploy.errors import BundleError, ExportFailed, SpecMismatch
-from fatdeploy.export.contract import flat_model
-from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.graph_files import graphs_of
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.export.models.exportable import flat_model
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.presets import PRESETS
-from fatdeploy.export.trace import traced_encoder
+from fatdeploy.export.tracing.trace import traced_encoder
 from fatdeploy.manifest import DECODER, ENCODER, WEIGHTS
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.engine import Capacity, Want
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.ort import OrtEngine
-from tests.bundles import bundle_of, model_of
-from tests.choices import AUTOREGRESSIVE, tiny
-from tests.engines import Kind, engine_of
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.protocol import Capacity, Want
+from tests.support.bundles import bundle_of, model_of
+from tests.support.choices import AUTOREGRESSIVE, tiny
+from tests.support.engines.kinds import Kind, engine_of
 
 LENGTHS = (1, 2, 7, 31, 256)
 EVERY = [(f"{preset}-tiny", dialect) for preset in PRESETS for dialect in ("ort", "standard")]
@@ -117,7 +117,7 @@ def test_graphs_carry_no_names_of_this_machine_and_no_weights(preset: str, diale
     for name in (ENCODER, DECODER):
         content = bundle.file(name).read_bytes()
         assert b".py" not in content
-        assert str(Path(__file__).parent.parent).encode() not in content
+        assert str(Path(__file__).parents[3]).encode() not in content
         graph = onnx.load(bundle.file(name), load_external_data=False).graph
         inside = [
             numpy_helper.to_array(one).nbytes

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from fatdeploy.errors import ConfigError
-from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.presets import config_from_preset
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.ort import OrtEngine
-from tests.choices import DECODER, DIRECTIONS, ENCODER, PLAIN, REST, name_of, tiny
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from tests.support.choices import DECODER, DIRECTIONS, ENCODER, PLAIN, REST, name_of, tiny
 
 SMALL = {"encoder_layers": 1, "decoder_layers": 1, "max_source": 40, "max_target": 48}
 

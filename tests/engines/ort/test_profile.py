@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from click.testing import CliRunner
 
-from benchmarks.profile_step import main, own_times
+from benchmarks.harness.profile_step import main, own_times
 from fatdeploy.manifest import DECODER
-from fatdeploy.runtimes.engine import Capacity, Want
-from fatdeploy.runtimes.ort import OrtEngine
-from tests.bundles import bundle_of
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.protocol import Capacity, Want
+from tests.support.bundles import bundle_of
 
 ROWS, CAPACITY, HEADS, WIDTH, STEPS = 3, 200, 2, 16, 10
 CACHE = ROWS * HEADS * CAPACITY * WIDTH  # as many numbers as no weight and no other value of the model has

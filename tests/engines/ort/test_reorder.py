@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from fatdeploy.errors import SpecMismatch
-from fatdeploy.export.eager import EagerEngine
-from fatdeploy.runtimes.buffers import move_rows, zero_rows
-from fatdeploy.runtimes.decode import DecodeOptions, decode
-from fatdeploy.runtimes.engine import Capacity, Want
-from fatdeploy.runtimes.ort import Bound, OrtEngine
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.runtimes.decoding.loop import DecodeOptions, decode
+from fatdeploy.runtimes.engines.ort.buffers import move_rows, zero_rows
+from fatdeploy.runtimes.engines.ort.engine import Bound, OrtEngine
+from fatdeploy.runtimes.engines.protocol import Capacity, Want
 from fatdeploy.spec import cache_specs, recurrent_specs
-from tests.bundles import bundle_of, model_of
-from tests.engines import Kind, engine_of, places
+from tests.support.bundles import bundle_of, model_of
+from tests.support.engines.kinds import Kind, engine_of, places
 
 GRAPHS = [("transformer-tiny", "ort"), ("fat-tiny", "ort"), ("transformer-tiny", "standard")]
 ENGINES = [*GRAPHS, ("transformer-tiny", "trt"), ("fat-tiny", "trt")]

@@ -12,9 +12,9 @@ import pytest
 from fatdeploy.bundle import Bundle, write_manifest
 from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError
 from fatdeploy.manifest import DECODER, ENCODER, WEIGHTS
-from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.ort_sessions import OrtOptions
-from tests.bundles import bundle_of
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.sessions import OrtOptions
+from tests.support.bundles import bundle_of
 
 TINY = "transformer-tiny"
 

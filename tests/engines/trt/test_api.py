@@ -31,11 +31,14 @@ import click
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 API: dict[str, dict[str, list[str] | None]] = json.loads((ROOT / "tests/data/tensorrt_api.json").read_text())
-FILES = sorted(
-    path for pattern in ("export/trt*.py", "runtimes/trt*.py", "runtimes/cuda*.py") for path in ROOT.glob(pattern)
-)
+FILES = [
+    *sorted(path for path in ROOT.glob("runtimes/engines/trt/**/*.py") if path.name != "__init__.py"),
+    ROOT / "runtimes" / "doctor" / "cuda_driver.py",
+]
+# Code whose names are no reason to think that an attribute is ours.
+UNRELATED = {"reference", "training", "g2p"}
 
 # What TensorRT-RTX alone has, and who may touch it: code that runs for this flavour only.
 RTX_ONLY = {
@@ -68,7 +71,9 @@ def known_to(version: str) -> set[str]:
 def own_names() -> set[str]:
     """Return what our own code gives a name to: functions, classes, arguments, fields, and attributes that are set."""
     found: set[str] = set()
-    for path in (path for folder in ("fatdeploy", "export", "runtimes") for path in ROOT.glob(f"{folder}/*.py")):
+    places = ("fatdeploy/*.py", "export/**/*.py", "runtimes/**/*.py")
+    paths = [path for pattern in places for path in ROOT.glob(pattern)]
+    for path in (path for path in paths if path.parent.name not in UNRELATED):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 found.add(node.name)
@@ -155,10 +160,10 @@ def has(version: str, chain: list[str]) -> bool:
 def test_files_of_the_build_are_looked_at() -> None:
     names = {str(path.relative_to(ROOT)) for path in FILES}
     assert {
-        "export/trt_build.py",
-        "export/trt_network.py",
-        "runtimes/trt_modules.py",
-        "runtimes/cuda_devices.py",
+        "runtimes/engines/trt/build/build.py",
+        "runtimes/engines/trt/build/network.py",
+        "runtimes/engines/trt/modules.py",
+        "runtimes/doctor/cuda_driver.py",
     } <= names
 
 

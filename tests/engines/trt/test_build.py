@@ -21,28 +21,28 @@ from onnx import helper
 from fatdeploy.bundle import Bundle, graph_hash, read_bundle, write_manifest
 from fatdeploy.cli import main
 from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, ExportFailed, SpecMismatch
-from fatdeploy.export import trt_build
-from fatdeploy.export.contract import Choices, flat_model
 from fatdeploy.export.graph_files import read_structure, write_structure
+from fatdeploy.export.models.exportable import Choices, flat_model
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.presets import PRESETS
 from fatdeploy.export.reference.weights import model_from_preset
-from fatdeploy.export.trt_build import Asked, TimingCache, build_engines, planned
-from fatdeploy.export.trt_log import BuildLog
-from fatdeploy.export.trt_profiles import check_shapes, profiles_from_text, profiles_of, shapes_by_input
 from fatdeploy.manifest import DECODER, ENCODER, WEIGHTS, Manifest
 from fatdeploy.plans import SizeRange
-from fatdeploy.runtimes import trt_modules
-from fatdeploy.runtimes.cuda_devices import Cuda, CudaDevice, cuda_here
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.output_matrix import stored_output_rows
-from fatdeploy.runtimes.trt_modules import heard, listening, logger_of, tensorrt_module
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.doctor.cuda_driver import Cuda, CudaDevice, cuda_here
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.output_matrix import stored_output_rows
+from fatdeploy.runtimes.engines.trt import modules as trt_modules
+from fatdeploy.runtimes.engines.trt.build import build as trt_build
+from fatdeploy.runtimes.engines.trt.build.build import Asked, TimingCache, build_engines, planned
+from fatdeploy.runtimes.engines.trt.build.log import BuildLog
+from fatdeploy.runtimes.engines.trt.build.profiles import check_shapes, profiles_from_text, profiles_of, shapes_by_input
+from fatdeploy.runtimes.engines.trt.modules import heard, listening, logger_of, tensorrt_module
 from fatdeploy.targets import Flavour, Precision
-from tests.bundles import bundle_of, half_of, model_of
+from tests.support.bundles import bundle_of, half_of, model_of
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 GPUS = ("8.6", "8.9", "12.0")
 RTX = Asked(flavour="tensorrt-rtx", capabilities=GPUS)
 VERSION = tensorrt_module("tensorrt-rtx").__version__

@@ -16,19 +16,20 @@ import fatdeploy
 from fatdeploy.bundle import write_manifest
 from fatdeploy.cli import main
 from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, DeviceFailed, OutOfDeviceMemory
-from fatdeploy.runtimes import cuda_device, trt_modules
-from fatdeploy.runtimes.bench_plan import Setting, Turn
-from fatdeploy.runtimes.bench_turn import taken
-from fatdeploy.runtimes.cuda_device import opened_device
-from fatdeploy.runtimes.cuda_devices import cuda_here
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.trt import TrtEngine
-from tests.bundles import bundle_of
-from tests.cpu_device import HERE, CpuDevice, plans_of, ranges, trt_engine, with_plans
-from tests.fake_cuda import FakeCuda, cudaError_t, fake_tensorrt
+from fatdeploy.runtimes.bench.plan import Setting, Turn
+from fatdeploy.runtimes.bench.turn import taken
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.doctor.cuda_driver import cuda_here
+from fatdeploy.runtimes.engines.trt import cuda as cuda_device
+from fatdeploy.runtimes.engines.trt import modules as trt_modules
+from fatdeploy.runtimes.engines.trt.cuda import opened_device
+from fatdeploy.runtimes.engines.trt.engine import TrtEngine
+from tests.support.bundles import bundle_of
+from tests.support.devices.cpu import HERE, CpuDevice, plans_of, ranges, trt_engine, with_plans
+from tests.support.devices.fake_cuda import FakeCuda, cudaError_t, fake_tensorrt
 
-API = json.loads((Path(__file__).parent / "data" / "tensorrt_api.json").read_text())
+API = json.loads((Path(__file__).parents[2] / "data" / "tensorrt_api.json").read_text())
 BEAMS = DecodeOptions(num_beams=3, num_return_sequences=3, max_new_tokens=20)
 SOURCES = [[5, 6, 7], [8] * 20, [9]]
 

@@ -15,23 +15,23 @@ import pytest
 
 from fatdeploy.bundle import write_manifest
 from fatdeploy.errors import SpecMismatch
-from fatdeploy.export.trt_build import Asked, build_engines
 from fatdeploy.manifest import PROBES
 from fatdeploy.plans import Profile, SizeRange
-from fatdeploy.runtimes.bench_timing import stopwatch_of, timed_decode
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.device import Here, Strips
-from fatdeploy.runtimes.engine import Capacity, Want
-from fatdeploy.runtimes.hypothesis import Hypothesis
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.trt import TrtEngine, TrtState
-from fatdeploy.runtimes.trt_memory import MOST_WAITING, Held, HeldShape, written_strips
-from fatdeploy.runtimes.verify import read_probes, verified
+from fatdeploy.runtimes.bench.timing import stopwatch_of, timed_decode
+from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.protocol import Capacity, Want
+from fatdeploy.runtimes.engines.trt.build.build import Asked, build_engines
+from fatdeploy.runtimes.engines.trt.device import Here, Strips
+from fatdeploy.runtimes.engines.trt.engine import TrtEngine, TrtState
+from fatdeploy.runtimes.engines.trt.memory import MOST_WAITING, Held, HeldShape, written_strips
+from fatdeploy.runtimes.proof.probes import read_probes, verified
 from fatdeploy.spec import cache_specs, recurrent_specs
-from tests.bundles import bundle_of, half_of
-from tests.cpu_device import CpuContext, CpuDevice, CpuPlan, Opened, plans_of, trt_engine, with_plans
-from tests.engines import places
+from tests.support.bundles import bundle_of, half_of
+from tests.support.devices.cpu import CpuContext, CpuDevice, CpuPlan, Opened, plans_of, trt_engine, with_plans
+from tests.support.engines.kinds import places
 
 PRESETS = ["transformer-tiny", "fat-tiny"]
 SOURCE, MASK = np.array([[5, 6, 7], [8, 9, 4]]), np.ones((2, 3), bool)

@@ -9,13 +9,13 @@ import pytest
 
 from fatdeploy.bundle import Bundle, read_bundle, write_manifest
 from fatdeploy.errors import BackendUnavailable, BundleError, DeviceFailed, OutOfDeviceMemory, SpecMismatch
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.device import Here, PlanTensor
-from fatdeploy.runtimes.engine import Capacity, Want
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.trt import TrtEngine
-from tests.bundles import bundle_of
-from tests.cpu_device import HERE, CpuDevice, CpuPlan, plans_of, ranges, trt_engine, with_plans
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.protocol import Capacity, Want
+from fatdeploy.runtimes.engines.trt.device import Here, PlanTensor
+from fatdeploy.runtimes.engines.trt.engine import TrtEngine
+from tests.support.bundles import bundle_of
+from tests.support.devices.cpu import HERE, CpuDevice, CpuPlan, plans_of, ranges, trt_engine, with_plans
 
 SOURCE, MASK = np.array([[5, 6, 7], [8, 9, 4]]), np.ones((2, 3), bool)
 BEAMS = DecodeOptions(num_beams=3, max_new_tokens=12)
@@ -200,7 +200,7 @@ def test_plans_of_another_graph_and_bundles_without_plans_are_refused(tmp_path: 
 
 
 def test_plans_run_where_their_graphs_were_dropped(tmp_path: Path) -> None:
-    from fatdeploy.export.trt_drop import drop_graphs
+    from fatdeploy.runtimes.engines.trt.build.drop import drop_graphs
 
     bundle = with_plans(bundle_of("transformer-tiny", "standard"), tmp_path / "bundle")
     drop_graphs(bundle.path)

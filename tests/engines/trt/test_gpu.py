@@ -10,18 +10,18 @@ from click.testing import CliRunner
 
 from fatdeploy.bundle import Bundle, write_manifest
 from fatdeploy.cli import main
-from fatdeploy.export.trt_build import Asked, build_engines
 from fatdeploy.manifest import PROBES
-from fatdeploy.runtimes.cuda_devices import cuda_here
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.engine import Capacity, Want
-from fatdeploy.runtimes.engines import opened_engine
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.trt_modules import BUILDERS
-from fatdeploy.runtimes.verify import read_probes, verified
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.doctor.cuda_driver import cuda_here
+from fatdeploy.runtimes.engines.opening import opened_engine
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.protocol import Capacity, Want
+from fatdeploy.runtimes.engines.trt.build.build import Asked, build_engines
+from fatdeploy.runtimes.engines.trt.modules import BUILDERS
+from fatdeploy.runtimes.proof.probes import read_probes, verified
 from fatdeploy.targets import Flavour
-from tests.bundles import bundle_of, shared_bundle
+from tests.support.bundles import bundle_of, shared_bundle
 
 pytestmark = [
     pytest.mark.gpu,

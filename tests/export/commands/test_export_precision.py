@@ -14,22 +14,22 @@ from click.testing import CliRunner, Result
 from fatdeploy.bundle import Bundle, read_bundle, write_manifest
 from fatdeploy.cli import main
 from fatdeploy.errors import ConfigError
-from fatdeploy.export.asked import precision_of, precisions_from_text
-from fatdeploy.export.commands import export
-from fatdeploy.export.contract import Choices, flat_model
-from fatdeploy.export.eager import EagerEngine
-from fatdeploy.export.gate import Bar
-from fatdeploy.export.precision import Asked
+from fatdeploy.export.commands.export import export
+from fatdeploy.export.commands.export_options import precision_of, precisions_from_text
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.export.models.exportable import Choices, flat_model
+from fatdeploy.export.quantize.gate import Bar
+from fatdeploy.export.quantize.quantizer import Asked
 from fatdeploy.export.reference.checkpoint import save_checkpoint
 from fatdeploy.machine import this_machine
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.engine import Capacity, Want
-from fatdeploy.runtimes.gate import cpu_class
-from fatdeploy.runtimes.metrics import METRICS
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.ort import WHOLE, OrtEngine
-from tests.bundles import bundle_of, model_of, shared_bundle
-from tests.choices import tiny
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.ort.engine import WHOLE, OrtEngine
+from fatdeploy.runtimes.engines.protocol import Capacity, Want
+from fatdeploy.runtimes.evaluation.metrics import METRICS
+from fatdeploy.runtimes.proof.gate import cpu_class
+from tests.support.bundles import bundle_of, model_of, shared_bundle
+from tests.support.choices import tiny
 
 TINY = "transformer-tiny"
 # The longest source is no multiple of WHOLE: it cannot be padded to one.

@@ -17,22 +17,22 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 from fatdeploy.cli import main
-from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.commands.train import asked_to_stop
+from fatdeploy.export.commands.train import train as train_command
+from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.reference.checkpoint import CONFIG, TOKENIZER, WEIGHTS, load_checkpoint
-from fatdeploy.export.tokenizers import loaded_tokenizer
-from fatdeploy.export.train_command import asked_to_stop
-from fatdeploy.export.train_command import train as train_command
 from fatdeploy.export.training.data import read_parts
 from fatdeploy.export.training.folder import NEW, FolderLock
 from fatdeploy.export.training.resume import STATE, load_record
 from fatdeploy.export.training.run import CURVE, REPORT, Training
-from fatdeploy.runtimes.decode import decode
-from tests.test_run import on_a_terminal
-from tests.trainings import plan, spelled
+from fatdeploy.export.training.tokenizers import loaded_tokenizer
+from fatdeploy.runtimes.decoding.loop import decode
+from tests.support.terminal import on_a_terminal
+from tests.support.trainings import plan, spelled
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 PATIENCE = 120.0
-# The plan of tests.trainings in words of the command line.
+# The plan of tests.support.trainings in words of the command line.
 CHANGES = {"max_source": 8, "max_target": 16, "encoder_layers": 1, "decoder_layers": 1}
 OPTIONS = [
     *("--preset", "fat-tiny", "--tokenizer", "symbols"),

@@ -73,7 +73,7 @@ def test_a_missing_dictionary_is_one_line_with_what_to_type(tmp_path: Path, monk
 
 
 def test_the_readme_names_the_package_and_the_words_that_are_taken() -> None:
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
     assert f"pip install {PACKAGE}" in readme
     assert f"`{WORD.pattern}`" in readme
     assert f"at most {MOST_PHONEMES} phonemes" in readme

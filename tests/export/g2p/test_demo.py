@@ -9,12 +9,12 @@ from click.testing import CliRunner, Result
 
 from fatdeploy.bundle import Bundle
 from fatdeploy.cli import main
-from fatdeploy.export.commands import demo as demo_command
-from fatdeploy.export.demo import Pronounced, picture_lines
+from fatdeploy.export.commands.export import demo as demo_command
+from fatdeploy.export.g2p.demo import Pronounced, picture_lines
 from fatdeploy.manifest import MANIFEST
-from tests.bundles import bundle_of
-from tests.quantized import quantized_g2p
-from tests.words import g2p_bundle
+from tests.support.bundles import bundle_of
+from tests.support.quantized import quantized_g2p
+from tests.support.words import g2p_bundle
 
 
 def demo(*arguments: str, bundle: Bundle | None = None) -> Result:
@@ -70,7 +70,7 @@ def test_a_bundle_that_is_not_the_demonstrations_is_neither_shown_nor_replaced()
 
 def test_no_command_of_the_readme_writes_where_the_demonstration_puts_its_bundle() -> None:
     [default] = [option.default for option in demo_command.params if option.name == "bundle"]
-    assert f"--out {default}" not in (Path(__file__).parent.parent / "README.md").read_text()
+    assert f"--out {default}" not in (Path(__file__).parents[3] / "README.md").read_text()
 
 
 @pytest.mark.parametrize(("weights", "drawn"), [([0.9, 0.1, 0.0], "█    "), ([0.2, 0.4, 0.1], "▒ █ ░")])

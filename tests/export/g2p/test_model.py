@@ -13,24 +13,24 @@ import numpy as np
 import pytest
 
 import fatdeploy
-from benchmarks.g2p import errors
-from benchmarks.g2p_targets import targets
+from benchmarks.g2p.run import errors
+from benchmarks.g2p.targets import targets
 from fatdeploy.export.g2p import CHECKPOINT
 from fatdeploy.export.g2p.data import entries_from_text
-from fatdeploy.export.precision import Integers
+from fatdeploy.export.quantize.quantizer import Integers
 from fatdeploy.export.training.run import REPORT
 from fatdeploy.manifest import PARITY
-from fatdeploy.runtimes.decode import decode, padded
-from fatdeploy.runtimes.engine import Engine
-from fatdeploy.runtimes.hypothesis import Hypothesis
-from fatdeploy.runtimes.lockstep import TIE_MARGINS, compared, logit_agreement
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
+from fatdeploy.runtimes.decoding.loop import decode, padded
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.protocol import Engine
+from fatdeploy.runtimes.proof.lockstep import TIE_MARGINS, compared, logit_agreement
 from fatdeploy.targets import Dialect
-from tests.quantized import quantized_g2p
-from tests.words import g2p_bundle, ids_of_test_words, parts, reference, references
+from tests.support.quantized import quantized_g2p
+from tests.support.words import g2p_bundle, ids_of_test_words, parts, reference, references
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 RESULT = ROOT / "benchmarks" / "results" / "g2p.json"
 BATCH, STEPS = 100, 12  # also of short words so many, past what they need
 # Two scores of beams that are this near are a tie: means of log-probabilities in fp32, found at most 2e-6 apart.

@@ -15,27 +15,27 @@ import fatdeploy
 from fatdeploy.bundle import Bundle
 from fatdeploy.cli import main
 from fatdeploy.errors import BackendUnavailable, ConfigError, ParityFailed
-from fatdeploy.export.certify_half import LEAST_AGREEMENT, half_parity
-from fatdeploy.export.contract import flat_model
-from fatdeploy.export.eager import EagerEngine, EagerState
 from fatdeploy.export.g2p import NAME
+from fatdeploy.export.models.eager import EagerEngine, EagerState
+from fatdeploy.export.models.exportable import flat_model
+from fatdeploy.export.models.loading import model_from_source
 from fatdeploy.export.pipeline import Origin, write_bundle
+from fatdeploy.export.proof.certify_half import LEAST_AGREEMENT, half_parity
 from fatdeploy.export.reference.presets import PRESETS
 from fatdeploy.export.reference.weights import model_from_preset
-from fatdeploy.export.sources import model_from_source
 from fatdeploy.manifest import PARITY, PROBES, WEIGHTS
-from fatdeploy.runtimes.decode import decode, padded
-from fatdeploy.runtimes.engine import StepOut, Want
-from fatdeploy.runtimes.lockstep import compared
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.ort_sessions import OrtOptions, _check_bfloat16
-from fatdeploy.runtimes.output_matrix import stored_output_rows
-from fatdeploy.runtimes.verify import read_probes
+from fatdeploy.runtimes.decoding.loop import decode, padded
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.sessions import OrtOptions, _check_bfloat16
+from fatdeploy.runtimes.engines.output_matrix import stored_output_rows
+from fatdeploy.runtimes.engines.protocol import StepOut, Want
+from fatdeploy.runtimes.proof.lockstep import compared
+from fatdeploy.runtimes.proof.probes import read_probes
 from fatdeploy.spec import Tokens
 from fatdeploy.targets import Precision
-from tests.bundles import bundle_of, half_of, model_of, shared_bundle
-from tests.words import g2p_bundle, ids_of_test_words, reference
+from tests.support.bundles import bundle_of, half_of, model_of, shared_bundle
+from tests.support.words import g2p_bundle, ids_of_test_words, reference
 
 BATCH = 100
 

@@ -9,9 +9,9 @@ import pytest
 from onnx import TensorProto
 
 from fatdeploy.errors import ExportFailed
-from fatdeploy.export.rounded import rounded
+from fatdeploy.export.half.emulation import rounded
 from fatdeploy.targets import HalfPrecision
-from tests.half_graphs import branch, halved, node, ops, ran, stored, written
+from tests.support.half_graphs import branch, halved, node, ops, ran, stored, written
 
 DRAW = np.random.default_rng(0)
 MATRIX = DRAW.standard_normal((32, 32), np.float32)

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from fatdeploy.errors import ConfigError, SpecMismatch
-from fatdeploy.export.eager import EagerEngine
-from fatdeploy.runtimes.engine import Capacity, Want
-from tests.choices import tiny
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.runtimes.engines.protocol import Capacity, Want
+from tests.support.choices import tiny
 
 SOURCE = np.array([[5, 6, 7], [8, 9, 0]])
 MASK = np.array([[True, True, True], [True, True, False]])

@@ -8,11 +8,11 @@ from torch import nn
 
 from fatdeploy.cli import main
 from fatdeploy.errors import ConfigError
-from fatdeploy.export.names import typed_folder
+from fatdeploy.export.models.loading import bundled_model, model_from_source
+from fatdeploy.export.models.names import typed_folder
 from fatdeploy.export.pipeline import weights_hash
 from fatdeploy.export.reference.checkpoint import save_checkpoint
-from fatdeploy.export.sources import bundled_model, model_from_source
-from tests.choices import tiny
+from tests.support.choices import tiny
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from fatdeploy.errors import SpecMismatch
-from fatdeploy.export.eager import EagerEngine, EagerState
+from fatdeploy.export.models.eager import EagerEngine, EagerState
 from fatdeploy.export.reference.presets import config_from_preset
 from fatdeploy.export.reference.weights import random_model
-from fatdeploy.runtimes.engine import Capacity, Want, sources_of_rows
-from tests.choices import AUTOREGRESSIVE
+from fatdeploy.runtimes.engines.protocol import Capacity, Want, sources_of_rows
+from tests.support.choices import AUTOREGRESSIVE
 
 
 def after(engine: EagerEngine, state: EagerState, steps: int) -> EagerState:

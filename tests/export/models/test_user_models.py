@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from fatdeploy.bundle import Bundle
 from fatdeploy.cli import main
 from fatdeploy.errors import ConfigError, ExportFailed, SpecMismatch
-from fatdeploy.export.contract import flat_model
-from fatdeploy.export.eager import EagerEngine
-from fatdeploy.export.own import check_own_model
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.engine import Capacity, Engine, Want
-from fatdeploy.runtimes.ort import OrtEngine
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.export.models.exportable import flat_model
+from fatdeploy.export.models.user_models import check_own_model
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.protocol import Capacity, Engine, Want
 from fatdeploy.targets import Dialect
-from tests.bundles import shared_bundle
+from tests.support.bundles import shared_bundle
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+README = (Path(__file__).parents[3] / "README.md").read_text()
 [EXAMPLE] = re.findall(r"## Your own model\n.*?```python\n(.*?)```", README, re.DOTALL)
 TARGETS: list[tuple[str, Dialect]] = [("ort-cpu", "ort"), ("onnx", "standard")]
 

@@ -11,12 +11,14 @@ import pytest
 from torch import Tensor
 
 from fatdeploy.errors import ParityFailed
-from fatdeploy.export import bisect, dialects, pipeline
+from fatdeploy.export import pipeline
 from fatdeploy.export.graph_files import read_structure, tensor_data
 from fatdeploy.export.pipeline import Origin, write_bundle
+from fatdeploy.export.proof import first_difference as bisect
+from fatdeploy.export.tracing import dialects
 from fatdeploy.manifest import DECODER, ENCODER
-from tests.bundles import bundle_of
-from tests.choices import tiny
+from tests.support.bundles import bundle_of
+from tests.support.choices import tiny
 
 SIZES = {"max_source": 12, "max_target": 16}
 

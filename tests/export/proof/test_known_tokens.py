@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from fatdeploy.errors import ExportFailed
-from fatdeploy.export.certify import drawn_probe
-from fatdeploy.export.eager import EagerEngine
-from fatdeploy.export.known_tokens import TOGETHER, KnownTokens
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.export.proof.certify import drawn_probe
+from fatdeploy.export.proof.known_tokens import TOGETHER, KnownTokens
 from fatdeploy.manifest import PROBES
-from fatdeploy.runtimes.engine import StepOut, Want
-from fatdeploy.runtimes.lockstep import NOISE, SAFE_MARGINS, compared
-from fatdeploy.runtimes.verify import Probe, read_probes, row_alone
-from tests.bundles import bundle_of, model_of
-from tests.choices import tiny
+from fatdeploy.runtimes.engines.protocol import StepOut, Want
+from fatdeploy.runtimes.proof.lockstep import NOISE, SAFE_MARGINS, compared
+from fatdeploy.runtimes.proof.probes import Probe, read_probes, row_alone
+from tests.support.bundles import bundle_of, model_of
+from tests.support.choices import tiny
 
 
 class CountingEngine(EagerEngine):

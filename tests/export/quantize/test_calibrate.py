@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from fatdeploy.export.calibrate import BATCH, Said, activations_of, unpadded_batches
+from fatdeploy.export.quantize.calibrate import BATCH, Said, activations_of, unpadded_batches
 from fatdeploy.manifest import DECODER, ENCODER
-from tests.bundles import bundle_of
+from tests.support.bundles import bundle_of
 
 
 def said(source: int, target: int) -> Said:

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from fatdeploy.errors import DataError
-from fatdeploy.export.examples import Example, examples_from_file, random_examples
-from fatdeploy.export.tokenizers import built_tokenizer
+from fatdeploy.export.quantize.examples import Example, examples_from_file, random_examples
+from fatdeploy.export.training.tokenizers import built_tokenizer
 from fatdeploy.pairs import read_sources
-from fatdeploy.runtimes.text import Tokenizer, tokenizer_from_file
+from fatdeploy.runtimes.text.tokenizer import Tokenizer, tokenizer_from_file
 from fatdeploy.spec import ModelSpec
-from tests.scripted import SPEC
+from tests.support.engines.scripted import SPEC
 
 LETTERS = ModelSpec(vocab_size=12, width=1, max_source=6, max_target=6, pad_id=0, bos_id=1, eos_id=2)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fatdeploy.export.integers import (
+from fatdeploy.export.quantize.integers import (
     Range,
     best_blocks,
     best_range,

@@ -14,24 +14,25 @@ from onnx import TensorProto, helper
 
 from fatdeploy.bundle import Bundle, read_bundle
 from fatdeploy.errors import ConfigError, ExportFailed, ParityFailed
-from fatdeploy.export import precision, quantize
-from fatdeploy.export.calibrate import exposed
-from fatdeploy.export.contract import flat_model
-from fatdeploy.export.eager import EagerEngine
 from fatdeploy.export.graph_files import graphs_of, op_histogram, read_structure
-from fatdeploy.export.integers import Range, blocks_from_matrix, columns_from_matrix
-from fatdeploy.export.matrices import Product, products_of, tensor_from_array
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.export.models.exportable import flat_model
 from fatdeploy.export.pipeline import Origin, write_bundle
-from fatdeploy.export.precision import Asked, matrices_of, precisions_of
-from fatdeploy.export.quantize import MatrixRecipe, Recipe, quantized
+from fatdeploy.export.quantize import quantizer as precision
+from fatdeploy.export.quantize import rewrite_ort as quantize
+from fatdeploy.export.quantize.calibrate import exposed
+from fatdeploy.export.quantize.integers import Range, blocks_from_matrix, columns_from_matrix
+from fatdeploy.export.quantize.matrices import Product, products_of, tensor_from_array
+from fatdeploy.export.quantize.quantizer import Asked, matrices_of, precisions_of
+from fatdeploy.export.quantize.rewrite_ort import MatrixRecipe, Recipe, quantized
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.presets import PRESETS
 from fatdeploy.manifest import DECODER, ENCODER, OutputMatrix
-from fatdeploy.runtimes.gate import check_rows, forced_fidelity, read_material, token_agreement
-from fatdeploy.runtimes.ort import OrtEngine
-from tests.bundles import bundle_of, model_of, shared_bundle
-from tests.choices import tiny
-from tests.quantized import quantized_of, quantizer_from, quantizer_of
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.proof.gate import check_rows, forced_fidelity, read_material, token_agreement
+from tests.support.bundles import bundle_of, model_of, shared_bundle
+from tests.support.choices import tiny
+from tests.support.quantized import quantized_of, quantizer_from, quantizer_of
 
 K, N = 48, 24
 DRAW = np.random.default_rng(5)

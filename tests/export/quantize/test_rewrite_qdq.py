@@ -13,24 +13,24 @@ from click.testing import CliRunner
 from fatdeploy.bundle import Bundle
 from fatdeploy.cli import main
 from fatdeploy.errors import ConfigError
-from fatdeploy.export.contract import flat_model
-from fatdeploy.export.examples import random_examples
-from fatdeploy.export.integers import columns_from_matrix
+from fatdeploy.export.models.exportable import flat_model
 from fatdeploy.export.pipeline import Origin, Plain, trial_of, write_quantized
-from fatdeploy.export.precision import Asked, check_asked
-from fatdeploy.export.qdq import symmetric_range, with_scales
-from fatdeploy.export.quantize import MatrixRecipe, Recipe
-from fatdeploy.export.trt_build import Asked as Engines
-from fatdeploy.export.trt_build import build_engines
+from fatdeploy.export.quantize.examples import random_examples
+from fatdeploy.export.quantize.integers import columns_from_matrix
+from fatdeploy.export.quantize.quantizer import Asked, check_asked
+from fatdeploy.export.quantize.rewrite_ort import MatrixRecipe, Recipe
+from fatdeploy.export.quantize.rewrite_qdq import symmetric_range, with_scales
 from fatdeploy.manifest import DECODER, EMBEDDING, ENCODER, PARITY, WEIGHTS, Quantization
-from fatdeploy.runtimes.decode import decode
-from fatdeploy.runtimes.gate import row_kind, verified_quantized
-from fatdeploy.runtimes.options import DecodeOptions
-from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.output_matrix import stored_output_rows
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.output_matrix import stored_output_rows
+from fatdeploy.runtimes.engines.trt.build.build import Asked as Engines
+from fatdeploy.runtimes.engines.trt.build.build import build_engines
+from fatdeploy.runtimes.proof.gate import row_kind, verified_quantized
 from fatdeploy.targets import TARGETS
-from tests.bundles import bundle_of, model_of, shared_bundle
-from tests.half_graphs import node, ops, ran, written
+from tests.support.bundles import bundle_of, model_of, shared_bundle
+from tests.support.half_graphs import node, ops, ran, written
 
 Kind = Literal["int8", "float"]
 

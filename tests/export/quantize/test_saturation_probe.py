@@ -14,19 +14,19 @@ from onnx import TensorProto, helper, numpy_helper
 from fatdeploy.bundle import Bundle, write_manifest
 from fatdeploy.cli import main
 from fatdeploy.errors import BackendUnavailable, BundleError
-from fatdeploy.export import saturation
-from fatdeploy.export.eager import EagerEngine
-from fatdeploy.export.integers import WeightBits
-from fatdeploy.export.saturation import write_saturation_probe
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.export.quantize import saturation_probe as saturation
+from fatdeploy.export.quantize.integers import WeightBits
+from fatdeploy.export.quantize.saturation_probe import write_saturation_probe
 from fatdeploy.machine import this_machine
 from fatdeploy.manifest import DECODER, ENCODER, SATURATION, Quantization
-from fatdeploy.runtimes.gate import cpu_class, verified_quantized
-from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.saturation import check_saturation, refuse_overflow
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.saturation import check_saturation, refuse_overflow
+from fatdeploy.runtimes.proof.gate import cpu_class, verified_quantized
 from fatdeploy.spec import SATURATION_INPUT, SATURATION_OUTPUT
 from fatdeploy.targets import CpuClass
-from tests.bundles import bundle_of, model_of
-from tests.quantized import hollow_bundle, quantized_of
+from tests.support.bundles import bundle_of, model_of
+from tests.support.quantized import hollow_bundle, quantized_of
 
 EXACT = {7: 72 * 255 * 63, 8: 72 * 255 * 127}
 CLASSES: dict[int, CpuClass] = {7: "any", 8: "x86-vnni"}

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from fatdeploy.errors import CheckpointError, ConfigError
 from fatdeploy.export.reference.checkpoint import load_checkpoint, save_checkpoint, stored_tensors
 from fatdeploy.export.reference.model import ReferenceModel
-from tests.choices import CHOICES, drawn_batch, name_of, tiny
+from tests.support.choices import CHOICES, drawn_batch, name_of, tiny
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fatdeploy.export.reference.model import ReferenceModel
-from tests.choices import drawn_batch, tiny
+from tests.support.choices import drawn_batch, tiny
 
 VARIANTS = [{}, {"norm": "post"}, {"cross_attention": "scaled_dot"}, {"cross_attention": "scaled_dot", "copy": True}]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fatdeploy.export.reference.config import ModelConfig
-from tests.oracle_checks import batch_of, check_steps, check_whole, double_model
+from tests.support.oracles.checks import batch_of, check_steps, check_whole, double_model
 
 MIX = ("strided", "local", "global_tokens")
 DIRECTIONS = ("both", "left_to_right", "right_to_left")
@@ -79,7 +79,7 @@ def test_the_smallest_denominator_of_random_features(where: str, monkeypatch: py
         denominators.append(normaliser + 1e-6)
         return [value / max(normaliser + 1e-6, 1e-3) for value in sums]
 
-    monkeypatch.setattr("tests.oracles.quotient", counted)
+    monkeypatch.setattr("tests.support.oracles.formulas.quotient", counted)
     model = double_model(features="random", random_features=2, **{f"{where}_attention": "linear"})
     for name, buffer in model.named_buffers():
         if name.endswith("projection"):

@@ -8,7 +8,7 @@ import torch
 
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.presets import config_from_preset
-from tests.oracle_checks import (
+from tests.support.oracles.checks import (
     SOURCE_LENGTHS,
     batch_of,
     check_close,
@@ -18,8 +18,8 @@ from tests.oracle_checks import (
     oracle_traces,
     recorded,
 )
-from tests.oracle_models import Oracle
-from tests.oracles import sinusoid
+from tests.support.oracles.formulas import sinusoid
+from tests.support.oracles.models import Oracle
 
 
 @pytest.mark.parametrize("length", [1, 2, 24])

@@ -12,7 +12,7 @@ from fatdeploy.export.reference.decoder import Memory
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.presets import config_from_preset
 from fatdeploy.export.reference.weights import random_model
-from tests.choices import AUTOREGRESSIVE, CHOICES, DIRECTIONS, drawn_batch, legal, name_of, tiny
+from tests.support.choices import AUTOREGRESSIVE, CHOICES, DIRECTIONS, drawn_batch, legal, name_of, tiny
 
 TARGETS = 9
 LENGTHS = [7, 1, 5]

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.reference.presets import preset_names
 from fatdeploy.export.reference.weights import model_from_preset
-from fatdeploy.runtimes.engine import Capacity, Want
-from tests.choices import tiny
+from fatdeploy.runtimes.engines.protocol import Capacity, Want
+from tests.support.choices import tiny
 
 STEPS = 24
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from fatdeploy.export.dialects import PAIRS, GraphSeams
-from fatdeploy.export.eager import EagerEngine
+from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.attention import slow_scores
+from fatdeploy.export.tracing.dialects import PAIRS, GraphSeams
 from fatdeploy.manifest import DECODER, ENCODER
-from fatdeploy.runtimes.engine import Capacity, Engine, Floats, Want
-from fatdeploy.runtimes.ort import OrtEngine
-from tests.choices import tiny
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.protocol import Capacity, Engine, Floats, Want
+from tests.support.choices import tiny
 
 # A short word model: hybrid, slow attention, recurrent memory, a softmax over the source with scores of positions.
 WORDS = {"fc_softmax": "softmax", "encoder_layers": 1, "decoder_layers": 1, "max_source": 12, "max_target": 16}

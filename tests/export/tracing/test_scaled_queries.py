@@ -7,10 +7,10 @@ import torch
 
 from fatdeploy.export.graph_files import graphs_of, read_structure
 from fatdeploy.export.reference.attention import Scores
-from fatdeploy.export.reference.scaling import scaled_queries
 from fatdeploy.export.reference.weights import model_from_preset
+from fatdeploy.export.tracing.scaled_queries import scaled_queries
 from fatdeploy.manifest import DECODER, ENCODER
-from tests.bundles import bundle_of
+from tests.support.bundles import bundle_of
 
 
 @pytest.mark.parametrize("preset", ["transformer-tiny", "fast-tiny", "fat-tiny"])

@@ -11,11 +11,11 @@ import torch
 from fatdeploy.errors import DataError
 from fatdeploy.export.reference.config import ModelConfig
 from fatdeploy.export.reference.presets import config_from_preset
-from fatdeploy.export.tokenizers import TextCoder, built_tokenizer
 from fatdeploy.export.training.batches import NOTHING, POOL, Batch, IdPair, batch_of, epoch_order
 from fatdeploy.export.training.data import KEPT_APART, Parts, ids_of_parts, read_parts
+from fatdeploy.export.training.tokenizers import TextCoder, built_tokenizer
 from fatdeploy.pairs import Pair
-from tests.trainings import part_of, spelled
+from tests.support.trainings import part_of, spelled
 
 PAIRS = [IdPair([15, 16, 17], [18, 19]), IdPair([14], [11])]
 

@@ -15,7 +15,7 @@ from fatdeploy.export.reference.presets import PRESETS, config_from_preset
 from fatdeploy.export.training.batches import Batch, IdPair, batch_of
 from fatdeploy.export.training.losses import Objective, far_attention, with_own_words
 from fatdeploy.export.training.start import untrained_model
-from tests.choices import CHOICES, PLAIN, name_of
+from tests.support.choices import CHOICES, PLAIN, name_of
 
 PAIRS = [IdPair([15, 16, 17], [18, 19]), IdPair([14], [11]), IdPair([20, 33], [40, 41, 15, 9])]
 SIZES = {"max_source": 16, "max_target": 12}

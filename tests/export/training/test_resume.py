@@ -23,7 +23,7 @@ from fatdeploy.export.training.folder import NEW, FolderLock, replaced_file
 from fatdeploy.export.training.resume import STATE
 from fatdeploy.export.training.run import CURVE, REPORT, Training
 from fatdeploy.export.training.trainer import Epoch, Score
-from tests.trainings import parts, plan, trained
+from tests.support.trainings import parts, plan, trained
 
 ONE = plan(changes={"dropout": 0.1}, scheduled_sampling=0.5, draw_threshold=True, save_seconds=1e9)
 SVG = "{http://www.w3.org/2000/svg}"

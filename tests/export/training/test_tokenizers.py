@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from fatdeploy import ConfigError
 from fatdeploy.errors import CheckpointError
-from fatdeploy.export.tokenizers import Kind, TextCoder, built_tokenizer, loaded_tokenizer
-from tests.texts import ANY_TEXT, in_package
+from fatdeploy.export.training.tokenizers import Kind, TextCoder, built_tokenizer, loaded_tokenizer
+from tests.support.text.texts import ANY_TEXT, in_package
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 SPELLED: list[tuple[str, str]] = [
     ("hello", "HH AH0 L OW1"),
@@ -93,7 +93,7 @@ def test_the_same_pairs_give_the_same_file_in_another_process(kind: Kind, tmp_pa
     code = f"""
 import sys
 from pathlib import Path
-from fatdeploy.export.tokenizers import built_tokenizer
+from fatdeploy.export.training.tokenizers import built_tokenizer
 pairs = [(f"wort{{n % 97}} zahl {{n}}", f"word{{n % 89}} number {{n * 7}}") for n in range(2000)]
 built_tokenizer(pairs, {kind!r}).save(Path(sys.argv[1]))
 """

@@ -14,7 +14,7 @@ from fatdeploy.export.training.run import CURVE, REPORT, Training
 from fatdeploy.export.training.settings import TrainSettings
 from fatdeploy.export.training.trainer import Epoch, Score, Step, set_threshold
 from fatdeploy.export.training.validation import Validation
-from tests.trainings import parts, plan, trained
+from tests.support.trainings import parts, plan, trained
 
 
 @pytest.mark.parametrize(

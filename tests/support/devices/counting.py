@@ -7,9 +7,9 @@ import numpy as np
 import onnxruntime
 
 from fatdeploy.bundle import Bundle
-from fatdeploy.runtimes.ort import OrtEngine
-from fatdeploy.runtimes.ort_device import DeviceArray
-from fatdeploy.runtimes.row_graphs import ELEMENTS
+from fatdeploy.runtimes.engines.ort.device_memory import DeviceArray
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.row_graphs import ELEMENTS
 
 Value = onnxruntime.OrtValue
 

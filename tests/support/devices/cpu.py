@@ -14,10 +14,10 @@ from fatdeploy.bundle import Bundle, graph_hash, write_manifest
 from fatdeploy.errors import BundleError, DeviceFailed, OutOfDeviceMemory
 from fatdeploy.manifest import GRAPHS
 from fatdeploy.plans import Part, PlanRecord, Profile, SizeRange, inputs_of, outputs_of, plan_file, shapes_of
-from fatdeploy.runtimes.device import ALIGNMENT, Bytes, Here, PlanTensor, Shape, Strips
-from fatdeploy.runtimes.trt import TrtEngine
+from fatdeploy.runtimes.engines.trt.device import ALIGNMENT, Bytes, Here, PlanTensor, Shape, Strips
+from fatdeploy.runtimes.engines.trt.engine import TrtEngine
 from fatdeploy.spec import ModelSpec
-from tests.bundles import bundle_of, shared_bundle
+from tests.support.bundles import bundle_of, shared_bundle
 
 HERE = Here("test GPU", "tensorrt-rtx", "1.7.1", "8.9")
 MAGIC = b"a plan of onnxruntime: "

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from fatdeploy.errors import DeviceFailed, OutOfDeviceMemory
-from fatdeploy.runtimes.device import Bytes, Strips
-from tests.cpu_device import MAGIC, CpuContext, CpuDevice, CpuPlan, Opened, Timed
+from fatdeploy.runtimes.engines.trt.device import Bytes, Strips
+from tests.support.devices.cpu import MAGIC, CpuContext, CpuDevice, CpuPlan, Opened, Timed
 
 
 class cudaError_t(IntEnum):

@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fatdeploy import Event
-from fatdeploy.runtimes.engine import StepOut, Want
+from fatdeploy.runtimes.engines.protocol import StepOut, Want
 from fatdeploy.spec import ModelSpec, Tokens
-from tests.scripted import SPEC, ScriptedEngine
+from tests.support.engines.scripted import SPEC, ScriptedEngine
 
 # How long a test waits for what must happen: only a failure takes as long.
 PATIENCE = 30

@@ -2,12 +2,12 @@
 
 from typing import Any, Literal
 
-from fatdeploy.export.eager import EagerEngine
-from fatdeploy.runtimes.engine import Engine
-from fatdeploy.runtimes.ort import OrtEngine, OrtState
-from fatdeploy.runtimes.trt import TrtState
-from tests.bundles import bundle_of, model_of
-from tests.cpu_device import trt_engine
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine, OrtState
+from fatdeploy.runtimes.engines.protocol import Engine
+from fatdeploy.runtimes.engines.trt.engine import TrtState
+from tests.support.bundles import bundle_of, model_of
+from tests.support.devices.cpu import trt_engine
 
 # The reference; graphs of both dialects on onnxruntime; plans on the test device.
 Kind = Literal["eager", "ort", "standard", "trt"]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fatdeploy.runtimes.engine import Capacity, Rows, StepOut, Want
+from fatdeploy.runtimes.engines.protocol import Capacity, Rows, StepOut, Want
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 SPEC = ModelSpec(vocab_size=10, width=1, max_source=4, max_target=6, pad_id=0, bos_id=1, eos_id=2)

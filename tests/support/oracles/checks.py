@@ -12,8 +12,8 @@ from fatdeploy.export.reference.config import ModelConfig
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.presets import config_from_preset
 from fatdeploy.export.reference.weights import random_model
-from tests.oracle_models import Oracle
-from tests.oracles import Trace
+from tests.support.oracles.formulas import Trace
+from tests.support.oracles.models import Oracle
 
 # Heads of 12 features are a block of eight and a rest; maxima differ, so that one cannot stand for the other; a source
 # of 21 and a target of 19 go past the 16 of the relative table.

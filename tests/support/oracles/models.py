@@ -1,4 +1,4 @@
-"""Whole models put together from the loops of ``tests.oracles``: both stacks, cross-attention, gate, copy, heads."""
+"""Whole models put together from the loops of ``formulas``: both stacks, cross-attention, gate, copy, heads."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 from torch import nn
 
 from fatdeploy.export.reference.config import ModelConfig
-from tests.oracles import (
+from tests.support.oracles.formulas import (
     Rows,
     Trace,
     Vector,

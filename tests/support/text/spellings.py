@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as Written
 from tokenizers import decoders, models, pre_tokenizers
 
-from fatdeploy.runtimes.text import PackageTokenizer, tokenizer_from_file
+from fatdeploy.runtimes.text.tokenizer import PackageTokenizer, tokenizer_from_file
 
 SPECIAL = ["<pad>", "<bos>", "<eos>"]
 # As byte-level BPE spells bytes: each has a printable character of its own.

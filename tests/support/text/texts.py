@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from fatdeploy.bundle import Bundle, write_manifest
-from fatdeploy.export.tokenizers import TextCoder
+from fatdeploy.export.training.tokenizers import TextCoder
 from fatdeploy.manifest import TOKENIZER
-from tests.bundles import bundle_of
+from tests.support.bundles import bundle_of
 
 SPECIAL = ["<pad>", "<bos>", "<eos>"]
 

@@ -11,15 +11,15 @@ from typing import Any, NoReturn
 
 from fatdeploy.bundle import Bundle, graph_hash, read_bundle, write_manifest
 from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, ExportFailed, in_one_line
-from fatdeploy.export.trt_drop import drop_graphs
-from fatdeploy.export.trt_log import BuildLog
-from fatdeploy.export.trt_network import check_network, parsed
-from fatdeploy.export.trt_profiles import PARTS, Ranges, check_shapes, profiles_of, shapes_by_input
 from fatdeploy.folders import replaced_folder
 from fatdeploy.manifest import GRAPHS
 from fatdeploy.plans import ENGINES, Part, PlanRecord, Profile, plan_file
-from fatdeploy.runtimes.cuda_devices import cuda_here
-from fatdeploy.runtimes.trt_modules import listening, logger_of, tensorrt_module
+from fatdeploy.runtimes.doctor.cuda_driver import cuda_here
+from fatdeploy.runtimes.engines.trt.build.drop import drop_graphs
+from fatdeploy.runtimes.engines.trt.build.log import BuildLog
+from fatdeploy.runtimes.engines.trt.build.network import check_network, parsed
+from fatdeploy.runtimes.engines.trt.build.profiles import PARTS, Ranges, check_shapes, profiles_of, shapes_by_input
+from fatdeploy.runtimes.engines.trt.modules import listening, logger_of, tensorrt_module
 from fatdeploy.spec import ModelSpec
 from fatdeploy.targets import TARGETS, Flavour, either, engine_targets
 

@@ -1,0 +1,1 @@
+"""``make test-gpu``: the acceptance run on a machine with a GPU."""

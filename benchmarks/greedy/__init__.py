@@ -1,0 +1,1 @@
+"""Greedy decoding against CTranslate2 and PyTorch."""

@@ -1,0 +1,1 @@
+"""What benchmarks share: preparing, processes that take turns, timing, targets."""

@@ -1,0 +1,1 @@
+"""One model under load from many threads."""

@@ -1,0 +1,1 @@
+"""The decode loop itself, over an engine that costs nothing."""

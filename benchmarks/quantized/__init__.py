@@ -1,0 +1,1 @@
+"""Quantized bundles against every peer on the CPU."""

@@ -1,0 +1,1 @@
+"""The README's tables and picture, from the committed results."""

@@ -1,0 +1,1 @@
+"""Half precision: rewriting of graphs, and float32 graphs that round as it does."""

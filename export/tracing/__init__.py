@@ -1,0 +1,1 @@
+"""From modules to graphs, each target in its dialect."""

@@ -1,0 +1,1 @@
+"""Bundles on ONNX Runtime: sessions, bindings and the memory of a decode."""

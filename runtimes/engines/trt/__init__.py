@@ -1,0 +1,1 @@
+"""Bundles on TensorRT and TensorRT-RTX: plans, their memory and their calls."""

@@ -1,0 +1,1 @@
+"""Plans of TensorRT, built on the device that runs them."""

@@ -1,0 +1,1 @@
+"""Quality of a bundle on pairs whose right answers are known."""

@@ -1,0 +1,34 @@
+"""Sources, options and comparisons for what must hold for every engine."""
+
+import pytest
+
+from fatdeploy.manifest import PROBES
+from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.proof.probes import read_probes
+from tests.support.bundles import bundle_of
+
+BEAMS = DecodeOptions(num_beams=4, num_return_sequences=4, max_new_tokens=24, length_penalty=0.8)
+SAMPLES = DecodeOptions(sample=True, num_return_sequences=2, max_new_tokens=24, top_k=4, seed=5)
+
+
+def sources_of(preset: str) -> list[list[int]]:
+    """Return sources whose greedy steps are all decided clearly, of lengths 1 to the longest."""
+    probes = read_probes(bundle_of(preset).file(PROBES))[1:3]
+    rows = [row for probe in probes for row in zip(probe.source, probe.mask, strict=True)]
+    return [row[real].tolist() for row, real in rows][1:]
+
+
+def tokens_of(found: list[Hypothesis]) -> list[list[tuple[int, ...]]]:
+    return [[one.tokens, *(other.tokens for other in one.alternatives)] for one in found]
+
+
+def assert_alike(found: list[Hypothesis], expected: list[Hypothesis]) -> None:
+    """Check tokens exactly, scores closely."""
+    assert tokens_of(found) == tokens_of(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one.finish == other.finish
+        assert one.score == pytest.approx(other.score, abs=1e-4)
+        assert [two.score for two in one.alternatives] == pytest.approx(
+            [two.score for two in other.alternatives], abs=1e-4
+        )
