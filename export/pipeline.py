@@ -18,14 +18,14 @@ from fatdeploy.errors import BundleError, CheckpointError, ConfigError
 from fatdeploy.export.graph_files import op_histogram
 from fatdeploy.export.half.rewrite import half_array, halved
 from fatdeploy.export.models.eager import EagerEngine
-from fatdeploy.export.models.exportable import Flat, flat_model
+from fatdeploy.export.models.exportable import Exportable, exportable_model
 from fatdeploy.export.package import placed_output_matrix, write_graphs
 from fatdeploy.export.proof.certify import certified, drawn_probes
 from fatdeploy.export.proof.certify_half import certified_half
 from fatdeploy.export.proof.cuda_ops import cuda_record, decoder_seams, runs_on_cuda
 from fatdeploy.export.quantize.examples import Example, examples_from_file, random_examples
 from fatdeploy.export.quantize.gate import RANDOM_STEPS, metric_of
-from fatdeploy.export.quantize.quantizer import Asked, Quantizer, Trial, check_asked
+from fatdeploy.export.quantize.quantizer import Quantizer, QuantizeRequest, Trial, check_asked
 from fatdeploy.export.reference.checkpoint import stored_tensors
 from fatdeploy.export.reference.seams import Seams
 from fatdeploy.export.tracing.dialects import OPSET
@@ -74,19 +74,19 @@ def write_bundle(
     *,
     origin: Origin,
     target: Target = DEFAULT_TARGET,
-    precision: FloatPrecision | Asked = "fp32",
+    precision: FloatPrecision | QuantizeRequest = "fp32",
     finish: Callable[[Path], None] | None = None,
     force: bool = False,
     stage: Callable[[str], None] = log.info,
 ) -> Bundle:
     """Export a model to a folder and return the bundle; a crash or a miss leaves what stood there before.
 
-    What is chosen of the model's contract is chosen before (``flat_model``). Graphs of a quantized bundle are made of
+    The contract is chosen before (``exportable_model``). Graphs of a quantized bundle are made of
     those that were proved right in fp32. ``stage`` is told what begins. ``finish`` adds to the bundle what is made of
     its graphs, before it takes the place of what stood there.
     """
-    flat = flat_model(model)
-    tokenizer = _fitting_tokenizer(origin, flat.spec)
+    exportable = exportable_model(model)
+    tokenizer = _fitting_tokenizer(origin, exportable.spec)
     # TensorRT engines are built from standard graphs, and their bundle takes its target once they are there.
     record = TARGETS[TARGETS[target].graph_target]
     if finish is None and record.name != target:
@@ -94,15 +94,15 @@ def write_bundle(
             f"a bundle for {target} needs engines: fatdeploy.export_model(…, target={target!r}) builds them"
         )
     trial = None
-    if isinstance(precision, Asked):
+    if isinstance(precision, QuantizeRequest):
         check_asked(precision, record)
-        trial = trial_of(origin, precision, _examples(flat.spec, origin, tokenizer), tokenizer, stage)
+        trial = trial_of(origin, precision, _examples(exportable.spec, origin, tokenizer), tokenizer, stage)
     else:
         check_precision(record, precision)
-    floats: FloatPrecision = "fp32" if isinstance(precision, Asked) else precision
+    floats: FloatPrecision = "fp32" if isinstance(precision, QuantizeRequest) else precision
     with replaced_folder(folder, force=force) as new, _folder_beside(new) as work:
-        traced, graphs = _written_graphs(flat, record.dialect, work, stage, decoder_seams(record, floats))
-        plain = Plain(flat, origin, record, traced, graphs, stage)
+        traced, graphs = _written_graphs(exportable, record.dialect, work, stage, decoder_seams(record, floats))
+        plain = Plain(exportable, origin, record, traced, graphs, stage)
         if trial is None:
             plain.write(new, floats)
         else:
@@ -118,7 +118,7 @@ def write_bundle(
 class Plain:
     """A model's graphs, and the bundle of them as they are or in half precision."""
 
-    flat: Flat
+    exportable: Exportable
     origin: Origin
     target: TargetRecord
     traced: dict[str, Path]
@@ -127,7 +127,7 @@ class Plain:
 
     def write(self, folder: Path, precision: FloatPrecision) -> None:
         """Write the bundle with its certificate."""
-        flat, spec, graphs = self.flat, self.flat.spec, self.graphs
+        exportable, spec, graphs = self.exportable, self.exportable.spec, self.graphs
         stages = {"traced": self.traced, "simplified": self.graphs}
         half = None if precision == "fp32" else precision
         if half is not None:
@@ -135,17 +135,17 @@ class Plain:
             spec, graphs = halved(spec, graphs, half)
             stages["half"] = graphs
         weights = write_graphs(graphs, folder)
-        matrix = flat.output_matrix()
+        matrix = exportable.output_matrix()
         stored = None if matrix is None else half_array(matrix.detach().numpy(), half)
         output_matrix = None if stored is None else placed_output_matrix(stored, folder)
         if self.origin.tokenizer is not None:
             shutil.copyfile(self.origin.tokenizer, folder / TOKENIZER)
         self.stage("drawing probes from the reference")
-        probes = drawn_probes(EagerEngine(flat))
+        probes = drawn_probes(EagerEngine(exportable))
         write_probes(folder / PROBES, probes)
         histograms = {part: {name: op_histogram(written[part]) for name, written in stages.items()} for part in graphs}
         manifest = replace(
-            _manifest(flat, self.origin, self.target),
+            _manifest(exportable, self.origin, self.target),
             spec=spec,
             precision=precision,
             histograms=histograms,
@@ -155,9 +155,9 @@ class Plain:
         self.stage("comparing the graphs with the reference")
         bundle = write_manifest(folder, manifest)
         if half is None:
-            certificate = certified(flat, bundle, probes, self.traced, graphs)
+            certificate = certified(exportable, bundle, probes, self.traced, graphs)
         else:
-            certificate = certified_half(flat, bundle, probes, graphs, trained=not self.origin.random)
+            certificate = certified_half(exportable, bundle, probes, graphs, trained=not self.origin.random)
         if runs_on_cuda(self.target):
             certificate = replace(certificate, cuda=cuda_record(graphs))
         write_certificate(folder, certificate)
@@ -166,14 +166,14 @@ class Plain:
 
 def write_quantized(model: Plain, plain: Bundle, folder: Path, trial: Trial) -> None:
     """Write the quantized bundle of graphs that are proved right, with what the gate says of it."""
-    flat, origin = model.flat, model.origin
+    exportable, origin = model.exportable, model.origin
     manifest = replace(plain.manifest, precision=trial.asked.precision)
-    quantizer = Quantizer(flat, model.graphs, manifest, trial, model.stage)
+    quantizer = Quantizer(exportable, model.graphs, manifest, trial, model.stage)
     judged = quantizer.written(folder, enforced=not origin.random)
     for name in (PROBES, *([TOKENIZER] if origin.tokenizer is not None else [])):
         shutil.copyfile(plain.path / name, folder / name)
     write_material(folder / GATE, quantizer.gate.material)
-    matrix = flat.output_matrix()
+    matrix = exportable.output_matrix()
     output_matrix = None
     if matrix is not None:
         output_matrix = quantizer.placed_output(matrix.detach().numpy(), judged.quantization, folder)
@@ -194,7 +194,7 @@ def write_quantized(model: Plain, plain: Bundle, folder: Path, trial: Trial) -> 
 
 
 def trial_of(
-    origin: Origin, asked: Asked, examples: Examples, tokenizer: Tokenizer | None, say: Callable[[str], None]
+    origin: Origin, asked: QuantizeRequest, examples: Examples, tokenizer: Tokenizer | None, say: Callable[[str], None]
 ) -> Trial:
     """Return how a quantization is calibrated and judged; a metric that cannot be had is refused."""
     calibration, probes = examples
@@ -245,7 +245,7 @@ def _folder_beside(folder: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def _written_graphs(
-    model: Flat, dialect: Dialect, work: str, stage: Callable[[str], None], seams: Seams | None
+    model: Exportable, dialect: Dialect, work: str, stage: Callable[[str], None], seams: Seams | None
 ) -> tuple[dict[str, Path], dict[str, Path]]:
     """Return where the traced and the simplified graphs are, by the names that they will have in the bundle."""
     first, second = Path(work) / "traced", Path(work) / "simplified"
@@ -265,7 +265,7 @@ def _written_graphs(
     return traced, graphs
 
 
-def _manifest(model: Flat, origin: Origin, target: TargetRecord) -> Manifest:
+def _manifest(model: Exportable, origin: Origin, target: TargetRecord) -> Manifest:
     # Of the module and not the package: on a machine with a GPU another one brings it.
     versions = {package: version(package) for package in RECORDED} | {"onnxruntime": onnxruntime_module().__version__}
     return Manifest(

@@ -15,7 +15,7 @@ from fatdeploy.tables import aligned
 
 
 @dataclass(frozen=True)
-class Graph:
+class GraphContract:
     """The contract of one graph, and its operators counted after each stage of the export."""
 
     inputs: tuple[TensorSpec, ...]
@@ -36,7 +36,7 @@ class Inspection:
         return sum(group.parameters for group in self.bundle.manifest.weights.values())
 
     @property
-    def graphs(self) -> dict[str, Graph]:
+    def graphs(self) -> dict[str, GraphContract]:
         """The contract of each graph."""
         manifest, spec = self.bundle.manifest, self.bundle.spec
         tensors = {
@@ -45,7 +45,7 @@ class Inspection:
         }
         sizes = spec.fixed_axes(branches=manifest.branches)
         return {
-            name: Graph(
+            name: GraphContract(
                 tuple(tensor.fixed(sizes) for tensor in inputs),
                 tuple(tensor.fixed(sizes) for tensor in outputs),
                 manifest.histograms.get(name, {}),
@@ -116,7 +116,7 @@ def _model_rows(spec: ModelSpec) -> Iterator[tuple[str, ...]]:
         yield "alignments", f"cross-attention of layer {spec.alignment.layer}"
 
 
-def _tensor_rows(graph: Graph) -> Iterator[tuple[str, ...]]:
+def _tensor_rows(graph: GraphContract) -> Iterator[tuple[str, ...]]:
     for kind, tensors in (("in", graph.inputs), ("out", graph.outputs)):
         for tensor in tensors:
             yield kind, tensor.name, tensor.dtype, f"[{', '.join(map(str, tensor.shape))}]"

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from benchmarks.peers.growing_caches_decoding import DECODER, ENCODER, SPEC
 from fatdeploy.export.reference.attention import LayerState, Scores, Visible, merge_heads, split_heads
-from fatdeploy.export.reference.decoder import DecoderState, Memory
+from fatdeploy.export.reference.decoder import DecoderState, SourceMemory
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.seams import Added, Position, Seams, speaking
 from fatdeploy.folders import replaced_folder
@@ -91,7 +91,7 @@ class DecoderModule(nn.Module):
         memory, past = rest[:n_memory], rest[n_memory:]
         state = DecoderState(past[0].shape[2], list(zip(past[::2], past[1::2], strict=True)))
         # This model does not read the source's ids.
-        logits, state = self.model.step(tokens, state, Memory(mask, mask, memory[::2], memory[1::2]))
+        logits, state = self.model.step(tokens, state, SourceMemory(mask, mask, memory[::2], memory[1::2]))
         return (logits, *(tensor for layer in state.layers for tensor in layer))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack, get_args
 import click
 
 from fatdeploy.errors import BackendUnavailable
-from fatdeploy.runtimes.commands.build import EngineArguments, engine_lines, engine_options, progress
+from fatdeploy.runtimes.commands.build import BuildArguments, build_options, engine_lines, progress
 from fatdeploy.tables import aligned
 from fatdeploy.targets import (
     DEFAULT_TARGET,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fatdeploy.runtimes.engines.protocol import Engine
 
 
-class ExportArguments(EngineArguments):
+class ExportArguments(BuildArguments):
     """The options of an export that say what becomes of the model."""
 
     max_source: int | None
@@ -169,7 +169,7 @@ Examples:
     type=click.Choice(list(TARGETS)),
     help=f"Where the bundle runs. {target_help()}",
 )
-@engine_options
+@build_options
 @click.option(
     "--build/--no-build",
     default=True,
@@ -270,20 +270,20 @@ def export(
     need_export_packages()
     from fatdeploy.certificate import read_certificate
     from fatdeploy.export.commands.export_options import choices_of, engines_of, precision_of, with_files
-    from fatdeploy.export.models.exportable import flat_model
+    from fatdeploy.export.models.exportable import exportable_model
     from fatdeploy.export.models.loading import model_from_source
     from fatdeploy.export.pipeline import write_bundle
 
     precision = precision_of(chosen)
     model, origin = model_from_source(source, licence=licence)
-    flat = flat_model(model, choices_of(chosen))
+    exportable = exportable_model(model, choices_of(chosen))
     bundle = write_bundle(
-        flat,
+        exportable,
         out,
         origin=with_files(origin, chosen),
         target=target,
         precision=precision,
-        finish=engines_of(target, chosen, flat.spec, progress),
+        finish=engines_of(target, chosen, exportable.spec, progress),
         force=force,
         stage=progress,
     )

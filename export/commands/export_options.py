@@ -10,7 +10,7 @@ from fatdeploy.errors import BackendUnavailable, ConfigError, in_one_line
 from fatdeploy.export.models.exportable import Choices
 from fatdeploy.export.pipeline import Origin
 from fatdeploy.export.quantize.gate import Bar
-from fatdeploy.export.quantize.quantizer import Asked
+from fatdeploy.export.quantize.quantizer import QuantizeRequest
 from fatdeploy.export.quantize.rewrite_ort import MatrixPrecision
 from fatdeploy.runtimes.commands.build import asked_engines, refuse_engine_options
 from fatdeploy.runtimes.engines.trt.build.build import finish_bundle, planned
@@ -30,7 +30,7 @@ def with_files(origin: Origin, chosen: Mapping[str, Any]) -> Origin:
     return replace(origin, **given)
 
 
-def precision_of(chosen: Mapping[str, Any]) -> FloatPrecision | Asked:
+def precision_of(chosen: Mapping[str, Any]) -> FloatPrecision | QuantizeRequest:
     """Return the precision that options ask for: of integers all that is chosen, floats have nothing to choose."""
     if chosen["precision"] in get_args(FloatPrecision):
         useless = {
@@ -42,15 +42,15 @@ def precision_of(chosen: Mapping[str, Any]) -> FloatPrecision | Asked:
             "--min-agreement": chosen["min_agreement"] != Bar().agreement,
             "--max-loss": chosen["max_loss"] != Bar().points,
             "--metric": chosen["metric"] is not None,
-            "--activations": chosen["activations"] != Asked.activations,
-            "--ranges": chosen["ranges"] != Asked.ranges,
+            "--activations": chosen["activations"] != QuantizeRequest.activations,
+            "--ranges": chosen["ranges"] != QuantizeRequest.ranges,
         }
         reasons = [f"{name} is for integers" for name, given in useless.items() if given]
         if reasons:
             told = f"nothing is quantized in {chosen['precision']} (say --precision int8 or int4)"
             raise ConfigError(in_one_line(told, reasons))
         return cast("FloatPrecision", chosen["precision"])
-    return Asked(
+    return QuantizeRequest(
         precision=chosen["precision"],
         activations=chosen["activations"],
         ranges=chosen["ranges"],

@@ -18,7 +18,7 @@ from fatdeploy.export.training.settings import TrainSettings
 if TYPE_CHECKING:
     # Not at run time: a command's help must not need torch.
     from fatdeploy.export.training.run import Training
-    from fatdeploy.export.training.trainer import Epoch, Score
+    from fatdeploy.export.training.trainer import Epoch, ValidationScore
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -102,7 +102,7 @@ def train(
     from fatdeploy.errors import ConfigError
     from fatdeploy.export.models.names import typed_folder
     from fatdeploy.export.training.data import read_parts
-    from fatdeploy.export.training.run import REPORT, Plan, Training
+    from fatdeploy.export.training.run import REPORT, Training, TrainingPlan
 
     if resume and force:
         raise click.UsageError("--resume and --force exclude each other")
@@ -111,7 +111,7 @@ def train(
     half = options.pop("half")
     chosen = {name: options.pop(name) for name in ("preset", "tokenizer", "vocab_size")}
     changes = dict(options.pop("changes"))
-    plan = Plan(**chosen, changes=changes, settings=TrainSettings(**options))
+    plan = TrainingPlan(**chosen, changes=changes, settings=TrainSettings(**options))
     with closing(Training(plan, read_parts(pairs, validation), out, resume=resume)) as training:
         _warn_of_unknown(training)
         _train(training)
@@ -211,11 +211,11 @@ def _say_epoch(epochs: "Sequence[Epoch]", n_epochs: int) -> None:
     )
 
 
-def _say_threshold(threshold: float, score: "Score") -> None:
+def _say_threshold(threshold: float, score: "ValidationScore") -> None:
     _say(f"threshold {threshold:.2f}: {_score_line(score)}")
 
 
-def _score_line(score: "Score") -> str:
+def _score_line(score: "ValidationScore") -> str:
     return f"token errors {score.token_error_rate:.2f} %, sources with any {score.sequence_error_rate:.2f} %"
 
 

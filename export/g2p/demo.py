@@ -14,10 +14,10 @@ from fatdeploy.bundle import Bundle, read_bundle
 from fatdeploy.certificate import HalfParity, Parity, read_certificate
 from fatdeploy.errors import ConfigError, in_one_line
 from fatdeploy.export.g2p import LICENCE, NAME
-from fatdeploy.export.models.exportable import Choices, flat_model
+from fatdeploy.export.models.exportable import Choices, exportable_model
 from fatdeploy.export.models.loading import bundled_model
 from fatdeploy.export.pipeline import weights_hash, write_bundle
-from fatdeploy.export.quantize.quantizer import Asked, Integers
+from fatdeploy.export.quantize.quantizer import Integers, QuantizeRequest
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
@@ -119,8 +119,11 @@ def _exported(folder: Path, stage: Callable[[str], None]) -> Bundle:
         if bundle.manifest.source.sha256 == weights_hash(model):
             return bundle
         stage("the weights are others than those in the bundle: exporting again")
-    flat, asked = flat_model(model, Choices(attention_layer=ATTENTION)), Asked(precision=PRECISION)
-    return write_bundle(flat, folder, origin=origin, precision=asked, force=True, stage=stage)
+    exportable, asked = (
+        exportable_model(model, Choices(attention_layer=ATTENTION)),
+        QuantizeRequest(precision=PRECISION),
+    )
+    return write_bundle(exportable, folder, origin=origin, precision=asked, force=True, stage=stage)
 
 
 def _check_own(bundle: Bundle) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from fatdeploy.errors import SpecMismatch
-from fatdeploy.export.models.exportable import Memory, Tensors, flat_model
+from fatdeploy.export.models.exportable import Memory, Tensors, exportable_model
 from fatdeploy.runtimes.engines.protocol import (
     Capacity,
     Floats,
@@ -40,22 +40,22 @@ class EagerEngine:
     """Runs a model step by step in PyTorch."""
 
     def __init__(self, model: object) -> None:
-        self.flat = flat_model(model)
-        self.model = self.flat.inner
+        self.exportable = exportable_model(model)
+        self.model = self.exportable.inner
 
     @property
     def spec(self) -> ModelSpec:
         """The contract of the model."""
-        return self.flat.spec
+        return self.exportable.spec
 
     @torch.inference_mode()
     def encode(self, source: Tokens, mask: Mask, capacity: Capacity) -> EagerState:
         """Read the source and return a state with one row a source."""
         self.spec.check_source(source, mask)
         inputs = torch.from_numpy(source), torch.from_numpy(mask)
-        memory = Memory(*inputs, self.flat.encoded(*inputs))
+        memory = Memory(*inputs, self.exportable.encoded(*inputs))
         positions = capacity.target_positions
-        return EagerState(memory, self.flat.started(memory, positions), len(source), positions)
+        return EagerState(memory, self.exportable.started(memory, positions), len(source), positions)
 
     @torch.inference_mode()
     def step(self, tokens: Tokens, state: EagerState, want: Want) -> StepOut:
@@ -65,12 +65,12 @@ class EagerEngine:
         if len(tokens) != state.rows:
             raise SpecMismatch(f"step refused: {len(tokens)} rows of tokens, the state has {state.rows}")
         fed = torch.from_numpy(tokens)
-        called, state.tensors = self.flat.called(fed, state.position, state.tensors, state.memory)
+        called, state.tensors = self.exportable.called(fed, state.position, state.tensors, state.memory)
         state.position += tokens.shape[1]
         hidden, attention = (None if one is None else one.numpy() for one in (called.hidden, called.attention))
         if want is Want.HIDDEN:
             return StepOut(hidden, attention=attention)
-        logits = self.flat.logits(called, state.memory)
+        logits = self.exportable.logits(called, state.memory)
         if want is Want.LOGITS:
             return StepOut(hidden, logits=logits.numpy(), attention=attention)
         top = logits.log_softmax(-1).topk(min(self.spec.top_k, logits.shape[-1]))
@@ -103,7 +103,7 @@ class EagerEngine:
     def output_rows(self, ids: Ids) -> Floats | None:
         """Return the rows of the output matrix that belong to ids, [n, M]; None if the model has none."""
         check_ids(self.spec, ids)
-        matrix = self.flat.output_matrix()
+        matrix = self.exportable.output_matrix()
         if matrix is None:
             return None
         rows: Floats = matrix[torch.from_numpy(ids)].numpy()

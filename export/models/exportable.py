@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fatdeploy.errors import ConfigError, in_one_line
-from fatdeploy.export.reference.decoder import DecoderState
-from fatdeploy.export.reference.decoder import Memory as ReferenceMemory
+from fatdeploy.export.reference.decoder import DecoderState, SourceMemory
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.seams import Position, seams
 from fatdeploy.spec import AlignmentSpec, ModelSpec
@@ -67,7 +66,7 @@ class OwnModel(Protocol):
 
 
 @dataclass(frozen=True)
-class Called:
+class DecoderOutput:
     """What a call of the decoder gave, before logits are asked for."""
 
     hidden: Tensor | None
@@ -75,7 +74,7 @@ class Called:
     inner: Any  # what the model itself needs to make logits of it
 
 
-class Flat(nn.Module):
+class Exportable(nn.Module):
     """A model behind flat tensors: what graphs are traced from, and what the eager engine runs."""
 
     spec: ModelSpec
@@ -89,11 +88,13 @@ class Flat(nn.Module):
         """Return the state before the first token."""
         raise NotImplementedError
 
-    def called(self, tokens: Tensor, position: Position, past: Tensors, memory: Memory) -> tuple[Called, Tensors]:
+    def called(
+        self, tokens: Tensor, position: Position, past: Tensors, memory: Memory
+    ) -> tuple[DecoderOutput, Tensors]:
         """Return what the decoder makes of ``tokens``, and the next state."""
         raise NotImplementedError
 
-    def logits(self, called: Called, memory: Memory) -> Tensor:
+    def logits(self, called: DecoderOutput, memory: Memory) -> Tensor:
         """Return the scores of the vocabulary."""
         raise NotImplementedError
 
@@ -102,7 +103,7 @@ class Flat(nn.Module):
         return None
 
 
-class FlatReference(Flat):
+class ExportableReference(Exportable):
     """A model of the FAT family."""
 
     def __init__(self, model: ReferenceModel, spec: ModelSpec) -> None:
@@ -121,31 +122,35 @@ class FlatReference(Flat):
         state = self.inner.start(self._memory(memory), capacity)
         return tuple(tensor for layer in state.layers for tensor in layer)
 
-    def called(self, tokens: Tensor, position: Position, past: Tensors, memory: Memory) -> tuple[Called, Tensors]:
+    def called(
+        self, tokens: Tensor, position: Position, past: Tensors, memory: Memory
+    ) -> tuple[DecoderOutput, Tensors]:
         layers = self.inner.config.decoder_layers
         each = len(past) // layers
         state = DecoderState(position, [past[index * each : (index + 1) * each] for index in range(layers)])
         layer = None if self.spec.alignment is None else self.spec.alignment.layer
         decoded, state = self.inner.decode(tokens, state, self._memory(memory), weights_of=layer)
         attention = None if layer is None else decoded.weights.get(layer, self._no_attention(decoded.hidden, memory))
-        return Called(decoded.hidden, attention, decoded), tuple(tensor for one in state.layers for tensor in one)
+        return DecoderOutput(decoded.hidden, attention, decoded), tuple(
+            tensor for one in state.layers for tensor in one
+        )
 
-    def logits(self, called: Called, memory: Memory) -> Tensor:
+    def logits(self, called: DecoderOutput, memory: Memory) -> Tensor:
         return self.inner.logits(called.inner, self._memory(memory))
 
     def output_matrix(self) -> Tensor | None:
         # Copying makes log-probabilities of a mixture.
         return None if self.inner.config.copy else self.inner.output.weight
 
-    def _memory(self, memory: Memory) -> ReferenceMemory:
+    def _memory(self, memory: Memory) -> SourceMemory:
         used = memory.tensors[: len(self.spec.memory)]
-        return ReferenceMemory(memory.source, memory.mask, list(used[::2]), list(used[1::2]))
+        return SourceMemory(memory.source, memory.mask, list(used[::2]), list(used[1::2]))
 
     def _no_attention(self, hidden: Tensor, memory: Memory) -> Tensor:
         return hidden.new_zeros(hidden.shape[0], self.inner.config.heads, hidden.shape[1], memory.mask.shape[1])
 
 
-class FlatOwn(Flat):
+class ExportableUserModel(Exportable):
     """A model of somebody else's."""
 
     def __init__(self, model: nn.Module, spec: ModelSpec) -> None:
@@ -159,11 +164,13 @@ class FlatOwn(Flat):
     def started(self, memory: Memory, capacity: int) -> Tensors:  # noqa: ARG002
         return tuple(self.inner.start(memory))
 
-    def called(self, tokens: Tensor, position: Position, past: Tensors, memory: Memory) -> tuple[Called, Tensors]:
+    def called(
+        self, tokens: Tensor, position: Position, past: Tensors, memory: Memory
+    ) -> tuple[DecoderOutput, Tensors]:
         logits, present = self.inner.step(tokens, State(torch.as_tensor(position), past), memory)
-        return Called(None, None, logits), tuple(present)
+        return DecoderOutput(None, None, logits), tuple(present)
 
-    def logits(self, called: Called, memory: Memory) -> Tensor:  # noqa: ARG002
+    def logits(self, called: DecoderOutput, memory: Memory) -> Tensor:  # noqa: ARG002
         logits: Tensor = called.inner
         return logits
 
@@ -203,18 +210,18 @@ class Choices:
         return [] if 0 <= found <= last else [f"attention must be a decoder layer in 0…{last}, found {found}"]
 
 
-def flat_model(model: object, choices: Choices | None = None) -> Flat:
+def exportable_model(model: object, choices: Choices | None = None) -> Exportable:
     """Return a model, one of ours or of your own, behind flat tensors."""
-    if isinstance(model, Flat):
-        return model if choices is None else flat_model(model.inner, choices)
+    if isinstance(model, Exportable):
+        return model if choices is None else exportable_model(model.inner, choices)
     reasons = lacking(model)
     if reasons or not isinstance(model, nn.Module):
         raise ConfigError(in_one_line(f"a {type(model).__name__} is not a model that can be exported", reasons))
     choices = choices or Choices()
     if isinstance(model, ReferenceModel):
-        return FlatReference(model.eval(), choices.applied(model.spec, model))
+        return ExportableReference(model.eval(), choices.applied(model.spec, model))
     spec: ModelSpec = getattr(model, "spec")  # noqa: B009 - nn.Module declares every attribute a tensor or a module
-    return FlatOwn(model.eval(), choices.applied(spec, model))
+    return ExportableUserModel(model.eval(), choices.applied(spec, model))
 
 
 def lacking(model: object) -> list[str]:

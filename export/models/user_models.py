@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fatdeploy.errors import ConfigError, ExportFailed, in_one_line
-from fatdeploy.export.models.exportable import Flat, Memory, flat_model
+from fatdeploy.export.models.exportable import Exportable, Memory, exportable_model
 from fatdeploy.spec import ModelSpec, TensorSpec
 
 # A source of three tokens beside one of two, and so many target tokens: enough to see padding, rows and a second step.
@@ -33,14 +33,14 @@ def model_from_factory(source: str) -> nn.Module:
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{source} cannot be had: {error}; expected package.module:factory") from error
     model = factory()
-    check_own_model(flat_model(model))
+    check_own_model(exportable_model(model))
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{source} returned a {type(model).__name__}, expected a torch.nn.Module")
     return model
 
 
 @torch.inference_mode()
-def check_own_model(model: Flat) -> None:
+def check_own_model(model: Exportable) -> None:
     """Raise ExportFailed unless memory and state are as described, and ``forward`` agrees with repeated steps."""
     spec = model.spec
     source, mask, tokens = _drawn_example(spec)

@@ -11,7 +11,7 @@ from fatdeploy.bundle import Bundle
 from fatdeploy.certificate import Certificate
 from fatdeploy.errors import ExportFailed, ParityFailed
 from fatdeploy.export.models.eager import EagerEngine
-from fatdeploy.export.models.exportable import Flat
+from fatdeploy.export.models.exportable import Exportable
 from fatdeploy.export.proof.first_difference import where_it_begins
 from fatdeploy.export.proof.known_tokens import KnownTokens
 from fatdeploy.machine import this_machine
@@ -37,7 +37,7 @@ TRIES, MOST = 96, 16
 
 
 def certified(
-    model: Flat, bundle: Bundle, probes: list[Probe], traced: dict[str, Path], graphs: dict[str, Path]
+    model: Exportable, bundle: Bundle, probes: list[Probe], traced: dict[str, Path], graphs: dict[str, Path]
 ) -> Certificate:
     """Return the certificate of a bundle whose probes are written; a difference is ParityFailed and says its origin."""
     # Threads that spin while PyTorch computes would take its cores from it.
@@ -58,7 +58,11 @@ def certified(
 
 
 def _comparisons(
-    engine: OrtEngine, model: Flat, bundle: Bundle, probes: list[Probe], graphs: tuple[dict[str, Path], dict[str, Path]]
+    engine: OrtEngine,
+    model: Exportable,
+    bundle: Bundle,
+    probes: list[Probe],
+    graphs: tuple[dict[str, Path], dict[str, Path]],
 ) -> list[Comparison]:
     """Compare every logit of every step with the live reference's, which reads each row alone."""
     comparisons = []

@@ -12,7 +12,7 @@ from fatdeploy.certificate import Certificate, HalfParity, OwnGraphs
 from fatdeploy.errors import ParityFailed
 from fatdeploy.export.half.emulation import rounded
 from fatdeploy.export.models.eager import EagerEngine
-from fatdeploy.export.models.exportable import Flat
+from fatdeploy.export.models.exportable import Exportable
 from fatdeploy.export.package import write_graphs
 from fatdeploy.export.proof.known_tokens import KnownTokens
 from fatdeploy.machine import this_machine
@@ -40,7 +40,7 @@ NOT_EXECUTED = (
 
 
 def certified_half(
-    model: Flat, bundle: Bundle, probes: list[Probe], graphs: Mapping[str, Path], *, trained: bool
+    model: Exportable, bundle: Bundle, probes: list[Probe], graphs: Mapping[str, Path], *, trained: bool
 ) -> Certificate:
     """Return the certificate of a bundle whose probes are written; a trained model that says too much else is refused.
 
@@ -64,14 +64,14 @@ def certified_half(
     )
 
 
-def _closed_parity(engine: OrtEngine, model: Flat, probes: Sequence[Probe], least: float | None) -> HalfParity:
+def _closed_parity(engine: OrtEngine, model: Exportable, probes: Sequence[Probe], least: float | None) -> HalfParity:
     try:
         return half_parity(engine, model, probes, least)
     finally:
         engine.close()
 
 
-def _emulation(model: Flat, bundle: Bundle, graphs: Mapping[str, Path]) -> OrtEngine:
+def _emulation(model: Exportable, bundle: Bundle, graphs: Mapping[str, Path]) -> OrtEngine:
     """Return an engine of the graphs in float32 whose numbers are those of half."""
     beside = next(iter(graphs.values())).parent.parent
     work, folder = beside / "rounded", beside / "emulation"
@@ -82,7 +82,7 @@ def _emulation(model: Flat, bundle: Bundle, graphs: Mapping[str, Path]) -> OrtEn
     return OrtEngine(write_manifest(folder, manifest), spinning=False, optimised=False)
 
 
-def half_parity(engine: Engine[Any], model: Flat, probes: Sequence[Probe], least: float | None) -> HalfParity:
+def half_parity(engine: Engine[Any], model: Exportable, probes: Sequence[Probe], least: float | None) -> HalfParity:
     """Return how close an engine is to the live reference; a smaller share of its tokens than ``least`` is an error."""
     comparisons = [_compared(engine, model, probe, index) for index, probe in enumerate(probes)]
     alone = [_alone(engine, probe) for probe in probes if len(probe.source) > 1]
@@ -111,7 +111,7 @@ def _fidelity(comparison: Comparison) -> tuple[int, int]:
     return comparison.expected.size, int((comparison.expected == comparison.found).sum())
 
 
-def _compared(engine: Engine[Any], model: Flat, probe: Probe, index: int) -> Comparison:
+def _compared(engine: Engine[Any], model: Exportable, probe: Probe, index: int) -> Comparison:
     reference = KnownTokens(EagerEngine(model), probe)
     found = compared(engine, reference, probe.source, probe.mask, probe.tokens.shape[1])
     wrong = np.argwhere(~np.isfinite(found.differences))

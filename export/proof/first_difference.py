@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fatdeploy.bundle import Bundle, write_manifest
 from fatdeploy.export.graph_files import read_structure, write_structure
 from fatdeploy.export.models.eager import EagerEngine, EagerState
-from fatdeploy.export.models.exportable import Flat
+from fatdeploy.export.models.exportable import Exportable
 from fatdeploy.export.package import write_graphs
 from fatdeploy.export.tracing.scaled_queries import scaled_queries
 from fatdeploy.manifest import DECODER, ENCODER, WEIGHTS
@@ -41,7 +41,7 @@ class Stage:
     optimised: bool
 
 
-def where_it_begins(model: Flat, bundle: Bundle, traced: Graphs, graphs: Graphs, probe: Probe) -> str:
+def where_it_begins(model: Exportable, bundle: Bundle, traced: Graphs, graphs: Graphs, probe: Probe) -> str:
     """Say in which stage, step, row and tensor a bundle begins to differ from its model on a probe."""
     with tempfile.TemporaryDirectory(dir=bundle.path.parent) as folder:
         stages = [
@@ -77,7 +77,7 @@ def _engine_stage(folder: Path, bundle: Bundle) -> Stage:
     return Stage("engine", write_manifest(folder, bundle.manifest), optimised=True)
 
 
-def _compared(stage: Stage, model: Flat, probe: Probe) -> Comparison:
+def _compared(stage: Stage, model: Exportable, probe: Probe) -> Comparison:
     engine = OrtEngine(stage.bundle, optimised=stage.optimised)
     try:
         return compared(engine, EagerEngine(model), probe.source, probe.mask, probe.tokens.shape[1])
@@ -85,7 +85,7 @@ def _compared(stage: Stage, model: Flat, probe: Probe) -> Comparison:
         engine.close()
 
 
-def _tensor(model: Flat, before: Stage | None, stage: Stage, probe: Probe, last_step: int) -> str:
+def _tensor(model: Exportable, before: Stage | None, stage: Stage, probe: Probe, last_step: int) -> str:
     """Say which tensor is the first to differ when each step is given what the reference gives it."""
     with scaled_queries(model.inner):  # as it was traced
         for index, (part, feeds, said) in enumerate(_calls(model, stage.bundle, probe, last_step)):
@@ -165,7 +165,7 @@ def _session(path: Path, *, optimised: bool) -> Any:
     return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
-def _calls(model: Flat, bundle: Bundle, probe: Probe, last_step: int) -> Iterator[tuple[str, Arrays, Arrays]]:
+def _calls(model: Exportable, bundle: Bundle, probe: Probe, last_step: int) -> Iterator[tuple[str, Arrays, Arrays]]:
     """Yield the graph, its inputs, and what modules and outputs say, for each call of the reference on a probe."""
     engine, spec = EagerEngine(model), model.spec
     parallel, branches = spec.decoding == "parallel", bundle.manifest.branches

@@ -10,7 +10,7 @@ from fatdeploy.bundle import Bundle
 from fatdeploy.certificate import LogitAgreement
 from fatdeploy.errors import SpecMismatch, in_one_line
 from fatdeploy.export.models.eager import EagerEngine
-from fatdeploy.export.models.exportable import Choices, Flat, flat_model
+from fatdeploy.export.models.exportable import Choices, Exportable, exportable_model
 from fatdeploy.export.models.loading import model_from_source
 from fatdeploy.runtimes.engines.protocol import Engine
 from fatdeploy.runtimes.proof.lockstep import compared, logit_agreement
@@ -28,13 +28,13 @@ def compared_with_model(
 ) -> LogitAgreement:
     """Return how close a bundle is to the model it is said to come from; a miss is ParityFailed."""
     model, _ = model_from_source(source)
-    reference = EagerEngine(_like(bundle.spec, flat_model(model), source))
+    reference = EagerEngine(_like(bundle.spec, exportable_model(model), source))
     steps = min(NEW_TOKENS, bundle.spec.max_target)
     with watched(list(drawn_batches(bundle.spec, count, seed))) as batches:
         return logit_agreement([compared(engine, reference, ids, mask, steps) for ids, mask in batches])
 
 
-def _like(spec: ModelSpec, model: Flat, source: str) -> Flat:
+def _like(spec: ModelSpec, model: Exportable, source: str) -> Exportable:
     """Return the model with the choices that the bundle was exported with; refuse another model."""
     choices = Choices(
         max_source=spec.max_source,
@@ -42,7 +42,7 @@ def _like(spec: ModelSpec, model: Flat, source: str) -> Flat:
         top_k=spec.top_k,
         attention_layer=None if spec.alignment is None else spec.alignment.layer,
     )
-    chosen = flat_model(model.inner, choices)
+    chosen = exportable_model(model.inner, choices)
     found, expected = chosen.spec.to_dict(), spec.to_dict()
     reasons = [
         f"{name} is {found[name]}, the bundle's {expected[name]}" for name in found if found[name] != expected[name]

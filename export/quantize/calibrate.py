@@ -27,7 +27,7 @@ MOST_ROWS = 4096
 
 
 @dataclass(frozen=True)
-class Said:
+class CalibrationRow:
     """A source and the target that a model gave it, EOS left out."""
 
     source: Tokens
@@ -60,7 +60,7 @@ class Seen:
 
 
 def activations_of(
-    graphs: dict[str, Path], spec: ModelSpec, said: Sequence[Said], *, branches: bool = True
+    graphs: dict[str, Path], spec: ModelSpec, said: Sequence[CalibrationRow], *, branches: bool = True
 ) -> dict[str, dict[str, Seen]]:
     """Return what the products of each graph multiply while the model reads sources and their targets."""
     draw = np.random.default_rng(0)
@@ -79,7 +79,7 @@ def activations_of(
     return seen
 
 
-def unpadded_batches(said: Sequence[Said]) -> Iterator[list[Said]]:
+def unpadded_batches(said: Sequence[CalibrationRow]) -> Iterator[list[CalibrationRow]]:
     """Yield sources of one length with targets of one length, so that none is padded.
 
     What stands in padding changes no answer, but its activations would be ranges like all others.
@@ -90,12 +90,12 @@ def unpadded_batches(said: Sequence[Said]) -> Iterator[list[Said]]:
             yield same[start : start + BATCH]
 
 
-def _lengths(one: Said) -> tuple[int, int]:
+def _lengths(one: CalibrationRow) -> tuple[int, int]:
     return len(one.source), len(one.target)
 
 
 def _calls(
-    encoder: "_Exposed", spec: ModelSpec, said: Sequence[Said], *, branches: bool
+    encoder: "_Exposed", spec: ModelSpec, said: Sequence[CalibrationRow], *, branches: bool
 ) -> Iterator[dict[str, Arrays]]:
     """Yield the inputs of both graphs for some sources at a time; a whole target is read in one call."""
     for part in unpadded_batches(said):
@@ -113,7 +113,7 @@ def _calls(
         }
 
 
-def _read(said: Sequence[Said], spec: ModelSpec) -> Tokens:
+def _read(said: Sequence[CalibrationRow], spec: ModelSpec) -> Tokens:
     """Return what the decoder reads: BOS and the target, or as many BOS as the longest target has."""
     longest = max(len(one.target) for one in said)
     if spec.decoding == "parallel":

@@ -130,7 +130,7 @@ def _unpacked(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 @dataclass(frozen=True)
-class Range:
+class ValueRange:
     """How activations become unsigned bytes: x / scale + zero, rounded."""
 
     scale: float
@@ -144,16 +144,16 @@ class Range:
         return restored
 
 
-def range_from_ends(low: float, high: float) -> Range:
+def range_from_ends(low: float, high: float) -> ValueRange:
     """Return the range that holds both numbers and zero, which stays zero: padding and ReLU make it often."""
     low, high = min(low, 0.0), max(high, 0.0)
     scale = float(np.float32((high - low) / LEVELS))
     if scale < np.finfo(np.float32).tiny:
-        return Range(1.0, 0)
-    return Range(scale, int(np.clip(np.rint(-low / scale), 0, LEVELS)))
+        return ValueRange(1.0, 0)
+    return ValueRange(scale, int(np.clip(np.rint(-low / scale), 0, LEVELS)))
 
 
-def best_range(values: Floats) -> tuple[Range, float]:
+def best_range(values: Floats) -> tuple[ValueRange, float]:
     """Return the range that loses least of some activations, and the noise that it adds as a share of their power."""
     ends = float(values.min()), float(values.max())
     # With both ends, whatever is left out: a range that never saw them might cut off what matters.

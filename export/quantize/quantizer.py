@@ -12,9 +12,9 @@ from fatdeploy.certificate import Certificate, GateResult
 from fatdeploy.errors import ConfigError, ParityFailed, in_one_line
 from fatdeploy.export.graph_files import op_histogram, read_structure
 from fatdeploy.export.models.eager import EagerEngine
-from fatdeploy.export.models.exportable import Flat
+from fatdeploy.export.models.exportable import Exportable
 from fatdeploy.export.package import placed_integers, write_graphs
-from fatdeploy.export.quantize.calibrate import Said, Seen, activations_of
+from fatdeploy.export.quantize.calibrate import CalibrationRow, Seen, activations_of
 from fatdeploy.export.quantize.examples import Example
 from fatdeploy.export.quantize.gate import Bar, Gate, Judgement, fewest_kept, material_of
 from fatdeploy.export.quantize.integers import Floats, WeightBits, best_range, row_noise
@@ -39,7 +39,7 @@ HIGHER: dict[MatrixPrecision, MatrixPrecision] = {"int4": "int8", "int8": "fp32"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class QuantizeRequest:
     """What was asked of a quantization; ``of`` are precisions of single matrices, by name or pattern.
 
     ``activations`` and ``ranges`` are for graphs of standard ops: what integers are multiplied with, and how far.
@@ -75,7 +75,7 @@ class Judged:
     kept: tuple[str, ...]  # matrices that were kept in a higher precision to pass
     row_difference: float
 
-    def certificate(self, plain: Certificate, asked: "Asked") -> Certificate:
+    def certificate(self, plain: Certificate, asked: "QuantizeRequest") -> Certificate:
         """Return the certificate of the fp32 graphs with what the gate says of their integers."""
         judgement = self.judgement
         gate = GateResult(
@@ -99,7 +99,7 @@ class Trial:
     Without ``most_steps`` targets are judged to their end.
     """
 
-    asked: Asked
+    asked: QuantizeRequest
     calibration: Sequence[Example]
     probes: Sequence[Example]
     tokenizer: Tokenizer | None = None
@@ -107,7 +107,7 @@ class Trial:
     most_steps: int | None = None
 
 
-def check_asked(asked: Asked, target: TargetRecord) -> None:
+def check_asked(asked: QuantizeRequest, target: TargetRecord) -> None:
     """Raise, with all reasons, for what a target's graphs cannot have, and for a CPU that is not here to prove it."""
     reasons = [
         refusal for precision in sorted({asked.precision, *asked.of.values()}) if (refusal := target.refusal(precision))
@@ -117,7 +117,7 @@ def check_asked(asked: Asked, target: TargetRecord) -> None:
             f"{name} is for graphs of standard ops (--target tensorrt, tensorrt-rtx or onnx)"
             for name, given in (
                 ("--activations float", asked.activations != "int8"),
-                ("--ranges min-max", asked.ranges != Asked.ranges),
+                ("--ranges min-max", asked.ranges != QuantizeRequest.ranges),
             )
             if given
         ]
@@ -137,7 +137,7 @@ def matrices_of(graphs: Graphs, spec: ModelSpec) -> list[Matrix]:
     return found
 
 
-def precisions_of(matrices: Sequence[Matrix], asked: Asked) -> dict[str, MatrixPrecision]:
+def precisions_of(matrices: Sequence[Matrix], asked: QuantizeRequest) -> dict[str, MatrixPrecision]:
     """Return the precision of every matrix and of the embedding; a name that means nothing is refused."""
     names = [*(one.name for one in matrices), EMBEDDING]
     found: dict[str, MatrixPrecision] = dict.fromkeys(names, asked.precision)
@@ -169,7 +169,7 @@ class Quantizer:
 
     def __init__(
         self,
-        model: Flat,
+        model: Exportable,
         graphs: Graphs,
         manifest: Manifest,
         trial: Trial,
@@ -266,7 +266,7 @@ class Quantizer:
             sources = [one.source for one in self._trial.calibration]
             material = material_of(EagerEngine(self.model), sources, self._trial.most_steps)
             said = [
-                Said(ids[real], tokens[:length])
+                CalibrationRow(ids[real], tokens[:length])
                 for ids, real, tokens, length in zip(
                     material.source, material.mask, material.tokens, material.lengths, strict=True
                 )

@@ -23,7 +23,7 @@ from fatdeploy.export.quantize.integers import (
     Blocks,
     Columns,
     Floats,
-    Range,
+    ValueRange,
     WeightBits,
     best_blocks,
     columns_from_matrix,
@@ -55,7 +55,7 @@ class MatrixRecipe:
     """
 
     precision: MatrixPrecision
-    activations: Range | None = None
+    activations: ValueRange | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def quantized(graph: Path, result: Path, recipe: Recipe) -> Path:
     """Write a graph whose matrices are stored as the recipe says; return its path."""
     model = read_structure(graph)
     products = products_by_name(model, graph, recipe)
-    rewrite = _Rewrite(recipe, graph.parent)
+    rewrite = _OrtRewrite(recipe, graph.parent)
     for name, one in recipe.matrices.items():
         if one.precision != "fp32":
             rewrite.replace(products[name], one)
@@ -102,13 +102,15 @@ def written_elsewhere(model: onnx.ModelProto, graph: Path, result: Path) -> Path
 
 
 @dataclass
-class _Rewrite:
+class _OrtRewrite:
     """One pass over a graph. Nodes are put where the old ones stood, so the order stays the one of computation."""
 
     recipe: Recipe
     folder: Path
     stored: dict[str, Columns | Blocks] = field(default_factory=dict)  # by the constant's name
-    bytes_of: dict[tuple[int, str, Range], str] = field(default_factory=dict)  # activations that are integers already
+    bytes_of: dict[tuple[int, str, ValueRange], str] = field(
+        default_factory=dict
+    )  # activations that are integers already
     turned: dict[str, onnx.NodeProto] = field(default_factory=dict)  # what turns a tied matrix round, by its rows' name
 
     def replace(self, product: Product, recipe: MatrixRecipe) -> None:
@@ -149,7 +151,7 @@ class _Rewrite:
 
     # -- the forms of a product ----------------------------------------------------------------------------------------
 
-    def _in_range(self, product: Product, chosen: Range, bias: str, output: str) -> list[onnx.NodeProto]:
+    def _in_range(self, product: Product, chosen: ValueRange, bias: str, output: str) -> list[onnx.NodeProto]:
         """Two ops: activations by the range of calibration, and a product that scales and adds the bias."""
         values, scales = self._columns(product)
         quantized_input = self._quantized_input(product, chosen)
@@ -170,7 +172,7 @@ class _Rewrite:
         """A scale for each row, made of its own largest number: no row depends on another."""
         values, scales = self._columns(product)
         scope, x = product.scope, product.activation
-        one, zero = self._range_constants(scope, Range(1.0, 128))
+        one, zero = self._range_constants(scope, ValueRange(1.0, 128))
         made = {name: f"{output}/{name}" for name in ("size", "largest", "safe", "scale", "share", "bytes", "product")}
         last_axis = self._constant(scope, "last_axis", np.array([-1]))
         tiny = self._constant(scope, "tiny", np.array(np.finfo(np.float32).tiny * 127, np.float32))
@@ -251,7 +253,7 @@ class _Rewrite:
     def _rows(self, scope: Scope, name: str, stored: Columns) -> str:
         return self._constant(scope, f"{name}/rows", np.ascontiguousarray(stored.values.T))
 
-    def _range_constants(self, scope: Scope, chosen: Range) -> tuple[str, str]:
+    def _range_constants(self, scope: Scope, chosen: ValueRange) -> tuple[str, str]:
         scale = self._constant(scope, f"scale/{chosen.scale!r}", np.array(chosen.scale, np.float32))
         return scale, self._constant(scope, f"zero/{chosen.zero}", np.array(chosen.zero, np.uint8))
 
@@ -266,7 +268,7 @@ class _Rewrite:
 
     # -- what stands around a product ----------------------------------------------------------------------------------
 
-    def _quantized_input(self, product: Product, chosen: Range) -> str | onnx.NodeProto:
+    def _quantized_input(self, product: Product, chosen: ValueRange) -> str | onnx.NodeProto:
         """Return the integers of an activation, or the node that makes them; one serves all products of a graph."""
         graph, x = product.scope.graph, product.activation
         key = id(graph), x, chosen

@@ -10,7 +10,7 @@ from onnx import helper
 
 from fatdeploy.errors import ExportFailed
 from fatdeploy.export.graph_files import read_structure
-from fatdeploy.export.quantize.integers import Floats, Range, columns_from_matrix
+from fatdeploy.export.quantize.integers import Floats, ValueRange, columns_from_matrix
 from fatdeploy.export.quantize.matrices import Product, Scope, constant_array, lookups_of, tensor_from_array
 from fatdeploy.export.quantize.rewrite_ort import Recipe, products_by_name, written_elsewhere
 
@@ -21,18 +21,18 @@ LIMIT = 127
 ZERO = 128  # a Range counts from 0 to 255; signed bytes around zero are the same steps
 
 
-def symmetric_range(values: Floats, ends: tuple[float, float], method: RangeMethod) -> Range:
+def symmetric_range(values: Floats, ends: tuple[float, float], method: RangeMethod) -> ValueRange:
     """Return the range, symmetric around zero as TensorRT wants it, of an activation with these values and ends."""
     largest = max(abs(end) for end in ends) if method == "min-max" else float(np.percentile(np.abs(values), PERCENTILE))
     scale = float(np.float32(largest / LIMIT))
-    return Range(scale if scale >= np.finfo(np.float32).tiny else 1.0, ZERO)
+    return ValueRange(scale if scale >= np.finfo(np.float32).tiny else 1.0, ZERO)
 
 
 def with_scales(graph: Path, result: Path, recipe: Recipe) -> Path:
     """Write a graph whose matrices are bytes with scales; without a range, activations stay floats. Return its path."""
     model = read_structure(graph)
     products = products_by_name(model, graph, recipe)
-    rewrite = _Rewrite(model.graph, graph.parent, recipe)
+    rewrite = _QdqRewrite(model.graph, graph.parent, recipe)
     for name, one in recipe.matrices.items():
         if one.precision == "int8":
             rewrite.replace(products[name], one.activations)
@@ -45,16 +45,18 @@ def with_scales(graph: Path, result: Path, recipe: Recipe) -> Path:
 
 
 @dataclass
-class _Rewrite:
+class _QdqRewrite:
     """One pass over a graph, which has no branches in this dialect."""
 
     graph: onnx.GraphProto
     folder: Path
     recipe: Recipe
     numbers: dict[str, str] = field(default_factory=dict)  # constant -> what its bytes stand for
-    rounded: dict[tuple[str, Range], str] = field(default_factory=dict)  # activation -> the same after a round trip
+    rounded: dict[tuple[str, ValueRange], str] = field(
+        default_factory=dict
+    )  # activation -> the same after a round trip
 
-    def replace(self, product: Product, chosen: Range | None) -> None:
+    def replace(self, product: Product, chosen: ValueRange | None) -> None:
         """Let a product read its matrix from bytes, and its activation through bytes."""
         node = product.node
         axis = 0 if product.transposed else 1
@@ -91,7 +93,7 @@ class _Rewrite:
             self._insert(helper.make_node("DequantizeLinear", inputs, [self.numbers[name]], axis=axis), reader)
         return self.numbers[name]
 
-    def _through_bytes(self, name: str, chosen: Range, reader: onnx.NodeProto) -> str:
+    def _through_bytes(self, name: str, chosen: ValueRange, reader: onnx.NodeProto) -> str:
         key = name, chosen
         if key not in self.rounded:
             scale = self._constant(f"scale/{chosen.scale!r}", np.array(chosen.scale, np.float32))

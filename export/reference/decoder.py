@@ -21,7 +21,7 @@ from fatdeploy.export.reference.seams import Added, Outputs, Position, seams
 
 
 @dataclass
-class Memory:
+class SourceMemory:
     """All that the decoder needs of the source; keys and values are projected once, never a step, never a beam."""
 
     source: Tensor  # [B, S] ids
@@ -126,7 +126,7 @@ class CrossAttention(nn.Module):
         mixed: Tensor = self.out(attended)
         return mixed
 
-    def forward(self, x: Tensor, memory: Memory, layer: int, at: Tensor, weigh: bool) -> Outputs:
+    def forward(self, x: Tensor, memory: SourceMemory, layer: int, at: Tensor, weigh: bool) -> Outputs:
         """Return output [R, t, M] and, if to ``weigh``, [R, H, t, S]; the n rows of a source share its memory."""
         q, keys, values = self.q(x), memory.keys[layer], memory.values[layer]
         if self.plain and not weigh:
@@ -195,7 +195,7 @@ class DecoderLayer(nn.Module):
         y, state = self.attention(self.self_residual.enter(x), state, call, position)
         return self.self_residual.leave(x, y), state
 
-    def attend_source(self, x: Tensor, memory: Memory, layer: int, call: Call) -> tuple[Tensor, Tensor | None]:
+    def attend_source(self, x: Tensor, memory: SourceMemory, layer: int, call: Call) -> tuple[Tensor, Tensor | None]:
         """Return x after cross-attention, and its weights if wanted; where the gate is closed it adds exactly 0."""
         h, gate, weigh = self.cross_residual.enter(x), call.gate, layer in call.weights_of
 
@@ -259,7 +259,7 @@ class Decoder(nn.Module):
         return Call(at, visible, gate, weights_of)
 
     def forward(
-        self, x: Tensor, state: DecoderState, memory: Memory, call: Call
+        self, x: Tensor, state: DecoderState, memory: SourceMemory, call: Call
     ) -> tuple[Tensor, dict[int, Tensor], DecoderState]:
         """Return hidden states [R, t, M], wanted cross weights [R, H, t, S] by layer if executed, the next state."""
         wanted: dict[int, Tensor] = {}

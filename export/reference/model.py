@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from fatdeploy.errors import ConfigError, SpecMismatch
 from fatdeploy.export.reference.config import Activation, ModelConfig
-from fatdeploy.export.reference.decoder import Decoder, DecoderState, Memory
+from fatdeploy.export.reference.decoder import Decoder, DecoderState, SourceMemory
 from fatdeploy.export.reference.encoder import Encoder
 from fatdeploy.export.reference.layers import activated
 from fatdeploy.export.reference.positions import Positions
@@ -100,7 +100,7 @@ class ReferenceModel(nn.Module):
     def _last(self) -> int:
         return self.config.decoder_layers - 1
 
-    def encode(self, source: Tensor, source_mask: Tensor) -> Memory:
+    def encode(self, source: Tensor, source_mask: Tensor) -> SourceMemory:
         """Return all that the decoder needs of source [B, S]; the mask is True at real tokens, padding on the right."""
         if not torch.compiler.is_exporting():
             self.spec.check_source(source.cpu().numpy(), source_mask.cpu().numpy())
@@ -108,16 +108,16 @@ class ReferenceModel(nn.Module):
         embedded = self.source_positions(self.source_embedding(source) * self.scale, at)
         encoded = self.encoder(self.dropout(embedded), source_mask)
         keys, values = self.decoder.project(encoded)
-        return Memory(source, source_mask, keys, values, self._length_logits(encoded[-1], source_mask))
+        return SourceMemory(source, source_mask, keys, values, self._length_logits(encoded[-1], source_mask))
 
-    def start(self, memory: Memory, capacity: int | None = None) -> DecoderState:
+    def start(self, memory: SourceMemory, capacity: int | None = None) -> DecoderState:
         """Return empty caches for ``capacity`` positions (``max_target`` unless said), or zero recurrent state."""
         capacity = self.config.max_target if capacity is None else capacity
         if not 1 <= capacity <= self.config.max_target:
             raise ConfigError(f"capacity must lie in 1…{self.config.max_target} (max_target), found {capacity}")
         return self.decoder.start(len(memory.valid), capacity)
 
-    def step(self, tokens: Tensor, state: DecoderState, memory: Memory) -> tuple[Tensor, DecoderState]:
+    def step(self, tokens: Tensor, state: DecoderState, memory: SourceMemory) -> tuple[Tensor, DecoderState]:
         """Return logits [R, t, V] of the next tokens and the state after ``tokens`` [R, t]; caches move in place."""
         decoded, state = self.decode(tokens, state, memory)
         return self.logits(decoded, memory), state
@@ -133,7 +133,7 @@ class ReferenceModel(nn.Module):
         return DecoderState(0, [()] * self.config.decoder_layers)
 
     def decode(
-        self, tokens: Tensor, state: DecoderState, memory: Memory, weights_of: int | None = None
+        self, tokens: Tensor, state: DecoderState, memory: SourceMemory, weights_of: int | None = None
     ) -> tuple[Decoded, DecoderState]:
         """Return what the decoder makes of ``tokens`` [R, t], without the vocabulary's scores, and the next state.
 
@@ -152,7 +152,7 @@ class ReferenceModel(nn.Module):
         h, weights, state = self.decoder(x, state, memory, call)
         return Decoded(self.head(h), weights, self._copy_gate(h, gate)), state
 
-    def logits(self, decoded: Decoded, memory: Memory) -> Tensor:
+    def logits(self, decoded: Decoded, memory: SourceMemory) -> Tensor:
         """Return scores [R, t, V]; with the copy mechanism they are log-probabilities."""
         logits = seams().project(decoded.hidden, self.output.weight)
         if decoded.copy_gate is None:
@@ -163,13 +163,13 @@ class ReferenceModel(nn.Module):
             probability = seams().copied(probability, mean, memory.source)
         return (probability + 1e-9).log()
 
-    def _check_step(self, tokens: Tensor, state: DecoderState, memory: Memory) -> None:
+    def _check_step(self, tokens: Tensor, state: DecoderState, memory: SourceMemory) -> None:
         caches = state.layers[0] if self.config.decoder_attention != "linear" else ()
         self.spec.check_tokens(tokens.cpu().numpy(), int(state.position), caches[0].shape[2] if caches else None)
         if len(tokens) % len(memory.valid):
             raise SpecMismatch(f"step refused: {len(tokens)} rows do not divide among {len(memory.valid)} sources")
 
-    def _gate(self, tokens: Tensor, memory: Memory) -> Tensor | None:
+    def _gate(self, tokens: Tensor, memory: SourceMemory) -> Tensor | None:
         """Return 1 for tokens that carry source information, else 0, as [R, t, 1].
 
         They are BOS, frequent ones, and those of the row's source; padding never is.

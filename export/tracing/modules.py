@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from fatdeploy.export.models.exportable import Called, Flat, Memory
+from fatdeploy.export.models.exportable import DecoderOutput, Exportable, Memory
 from fatdeploy.export.tracing.dialects import emitted, number
 from fatdeploy.runtimes.engines.protocol import Want
 from fatdeploy.spec import ModelSpec
@@ -16,7 +16,7 @@ Results = tuple[Tensor, Tensor, Tensor]
 class EncoderGraph(nn.Module):
     """Source in; what the decoder needs of it out."""
 
-    def __init__(self, model: Flat) -> None:
+    def __init__(self, model: Exportable) -> None:
         super().__init__()
         self.model = model
 
@@ -28,7 +28,7 @@ class EncoderGraph(nn.Module):
 class DecoderGraph(nn.Module):
     """One call of the decoder: tokens, position, memory and past state in; results and present state out."""
 
-    def __init__(self, model: Flat, *, branches: bool) -> None:
+    def __init__(self, model: Exportable, *, branches: bool) -> None:
         super().__init__()
         self.model = model
         self.spec: ModelSpec = model.spec
@@ -51,7 +51,7 @@ class DecoderGraph(nn.Module):
         # A decoder that does not read the source's ids looks at nothing of what stands in their place but its sizes.
         return Memory(mask if source is None else source, mask, tuple(next(rest) for _ in self.spec.memory))
 
-    def _results(self, called: Called, memory: Memory, want: Tensor | None, tokens: Tensor) -> Results:
+    def _results(self, called: DecoderOutput, memory: Memory, want: Tensor | None, tokens: Tensor) -> Results:
         if want is None:
             logits = self.model.logits(called, memory)
             return logits, *best_of(logits, self.spec)
@@ -64,7 +64,7 @@ def best_of(logits: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor]:
     return top.values - logits.logsumexp(-1, keepdim=True), top.indices
 
 
-def wanted_of(model: Flat, called: Called, memory: Memory, want: Tensor, tokens: Tensor) -> Results:
+def wanted_of(model: Exportable, called: DecoderOutput, memory: Memory, want: Tensor, tokens: Tensor) -> Results:
     """Return logits and best tokens as far as they are wanted; a branch that is not taken gives empty tensors.
 
     A function, because torch refuses branches that reach one module by two ways, such as ``self`` and a closure.

@@ -16,7 +16,7 @@ from torch.export import Dim
 
 from fatdeploy.errors import ExportFailed, in_one_line
 from fatdeploy.export.graph_files import read_structure, strip, write_structure
-from fatdeploy.export.models.exportable import Flat
+from fatdeploy.export.models.exportable import Exportable
 from fatdeploy.export.reference.seams import Seams, speaking
 from fatdeploy.export.tracing.dialects import OPSET, OrtSeams, StandardSeams
 from fatdeploy.export.tracing.modules import DecoderGraph, EncoderGraph
@@ -32,13 +32,13 @@ INNER = "model.inner."
 EXAMPLE = {"batch": 2, "rows": 6, "source": 5, "step": 4, "capacity": 7}
 
 
-def traced_encoder(model: Flat, dialect: Dialect, path: Path) -> Path:
+def traced_encoder(model: Exportable, dialect: Dialect, path: Path) -> Path:
     """Write the encoder graph: source in, what the decoder needs of it out."""
     spec = model.spec
     return _traced(EncoderGraph(model), spec.encoder_inputs(), spec.encoder_outputs(), dialect, path)
 
 
-def traced_decoder(model: Flat, dialect: Dialect, path: Path, seams: Seams | None = None) -> Path:
+def traced_decoder(model: Exportable, dialect: Dialect, path: Path, seams: Seams | None = None) -> Path:
     """Write the decoder graph of one call; with the ``ort`` dialect it computes only what is wanted.
 
     ``seams`` are the dialect's unless a target speaks it in its own way.

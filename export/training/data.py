@@ -16,25 +16,25 @@ KEPT_APART = 50
 
 
 @dataclass(frozen=True)
-class Part:
+class DataPart:
     """Pairs of a file, and the number of each one's line."""
 
     path: Path
     pairs: Sequence[Pair]
     lines: Sequence[int]
 
-    def of(self, sources: set[str], *, inside: bool) -> "Part":
+    def of(self, sources: set[str], *, inside: bool) -> "DataPart":
         """Return the pairs whose source is among these, or is not."""
         kept = [place for place, pair in enumerate(self.pairs) if (pair.source in sources) == inside]
-        return Part(self.path, [self.pairs[place] for place in kept], [self.lines[place] for place in kept])
+        return DataPart(self.path, [self.pairs[place] for place in kept], [self.lines[place] for place in kept])
 
 
 @dataclass(frozen=True)
 class Parts:
     """Pairs to learn from, and pairs to validate with; no source is in both."""
 
-    train: Part
-    validation: Part
+    train: DataPart
+    validation: DataPart
 
     @property
     def digest(self) -> str:
@@ -64,7 +64,7 @@ def read_parts(train: Path, validation: Path | None) -> Parts:
     return Parts(part, apart)
 
 
-def _read(*paths: Path) -> list[Part]:
+def _read(*paths: Path) -> list[DataPart]:
     """Return the pairs of files; what is wrong with any of them is told together."""
     parts, wrong = [], []
     for path in paths:
@@ -73,7 +73,7 @@ def _read(*paths: Path) -> list[Part]:
         except DataError as error:
             wrong.append(error)
         else:
-            parts.append(Part(path, pairs, range(1, len(pairs) + 1)))
+            parts.append(DataPart(path, pairs, range(1, len(pairs) + 1)))
     if wrong:
         raise DataError("; ".join(map(str, wrong))) from wrong[0]
     return parts

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fatdeploy.export.reference.decoder import Memory
+from fatdeploy.export.reference.decoder import SourceMemory
 from fatdeploy.export.reference.model import Decoded, ReferenceModel
 from fatdeploy.export.training.batches import NOTHING, Batch
 
@@ -52,7 +52,7 @@ class Objective:
         return Losses(total, tokens.detach())
 
 
-def with_own_words(model: ReferenceModel, batch: Batch, memory: Memory, share: float) -> Tensor:
+def with_own_words(model: ReferenceModel, batch: Batch, memory: SourceMemory, share: float) -> Tensor:
     """Return the tokens to read, a share of them replaced by what the model says there (parallel scheduled sampling).
 
     The model reads the true target once, for all positions at the same time, and its best token at each takes the place

@@ -19,7 +19,7 @@ from fatdeploy.export.training.resume import STATE, load_record
 from fatdeploy.export.training.settings import TrainSettings
 from fatdeploy.export.training.start import untrained_model
 from fatdeploy.export.training.tokenizers import TextCoder, built_tokenizer
-from fatdeploy.export.training.trainer import Epoch, Score, Step, Trainer, set_threshold
+from fatdeploy.export.training.trainer import Epoch, Step, Trainer, ValidationScore, set_threshold
 from fatdeploy.export.training.validation import Validation
 from fatdeploy.machine import this_machine
 from fatdeploy.runtimes.text.tokenizer_json import Kind
@@ -31,7 +31,7 @@ THRESHOLD_COST = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class TrainingPlan:
     """What to train: a preset with changes, on which pairs, with which tokenizer and settings."""
 
     preset: str
@@ -59,7 +59,7 @@ class Plan:
 class Training:
     """One training in a folder, alone there until it is finished or closed: new, or going on from a saved state."""
 
-    def __init__(self, plan: Plan, parts: Parts, folder: Path, *, resume: bool) -> None:
+    def __init__(self, plan: TrainingPlan, parts: Parts, folder: Path, *, resume: bool) -> None:
         self.folder, self._plan, self._parts = folder, plan, parts
         self.coder = built_tokenizer(
             [(pair.source, pair.target) for pair in parts.train.pairs], plan.tokenizer, vocab_size=plan.vocab_size
@@ -98,7 +98,9 @@ class Training:
                 self._report()
             yield event
 
-    def finish(self, tried: Callable[[float, Score], None] = lambda *_: None, *, half: bool = False) -> Score:
+    def finish(
+        self, tried: Callable[[float, ValidationScore], None] = lambda *_: None, *, half: bool = False
+    ) -> ValidationScore:
         """Choose the hybrid threshold if it was drawn, remove the state, and return the score of what is kept.
 
         ``half`` stores the weights in half precision; the score is theirs before that.
@@ -116,11 +118,11 @@ class Training:
         self.close()
         return best
 
-    def _choose_threshold(self, tried: Callable[[float, Score], None]) -> Score:
+    def _choose_threshold(self, tried: Callable[[float, ValidationScore], None]) -> ValidationScore:
         """Keep the lowest threshold that costs next to nothing on the validation pairs; they were all learned with."""
         model = load_checkpoint(self.folder)
-        scores: dict[float, Score] = {}
-        seen: dict[bytes, Score] = {}
+        scores: dict[float, ValidationScore] = {}
+        seen: dict[bytes, ValidationScore] = {}
         for threshold in (one for one in THRESHOLDS if one >= self.config.hybrid_threshold):
             set_threshold(model, threshold)
             kept = model.keep.numpy().tobytes()
@@ -182,7 +184,7 @@ class Training:
         self._write_text(CONFIG, self.config.to_json())
         replaced_file(self.folder / TOKENIZER, self.coder.save)
 
-    def _report(self, final: Score | None = None) -> None:
+    def _report(self, final: ValidationScore | None = None) -> None:
         progress = self.trainer.progress
         report = {
             "preset": self._plan.preset,

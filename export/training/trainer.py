@@ -21,14 +21,14 @@ from fatdeploy.export.training.settings import TrainSettings
 
 
 @dataclass(frozen=True)
-class Score:
+class ValidationScore:
     """What a model does with the validation pairs: loss in nats a token, error rates in percent."""
 
     loss: float
     token_error_rate: float
     sequence_error_rate: float
 
-    def better_than(self, other: "Score | None") -> bool:
+    def better_than(self, other: "ValidationScore | None") -> bool:
         """Whether this is to be kept instead of another."""
         if other is None:
             return True
@@ -42,7 +42,7 @@ class Epoch:
 
     number: int  # from 1
     train_loss: float
-    score: Score
+    score: ValidationScore
     seconds: float  # of one core, of training alone, all epochs so far
     best: bool
 
@@ -67,7 +67,7 @@ class Progress:
     epochs: list[Epoch] = field(default_factory=list)
 
     @property
-    def best(self) -> Score | None:
+    def best(self) -> ValidationScore | None:
         """The score of the weights that are kept."""
         return next((epoch.score for epoch in reversed(self.epochs) if epoch.best), None)
 
@@ -78,7 +78,7 @@ class Progress:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Progress":
         """Return what ``to_dict`` described."""
-        epochs = [Epoch(**{**one, "score": Score(**one["score"])}) for one in values["epochs"]]
+        epochs = [Epoch(**{**one, "score": ValidationScore(**one["score"])}) for one in values["epochs"]]
         return cls(**{**values, "epochs": epochs})
 
 
@@ -94,7 +94,7 @@ class Trainer:
         pairs: Sequence[IdPair],
         settings: TrainSettings,
         folder: Path,
-        validate: Callable[[ReferenceModel], Score],
+        validate: Callable[[ReferenceModel], ValidationScore],
         identity: dict[str, Any],
     ) -> None:
         self.model, self.settings, self.folder = model, settings, folder

@@ -10,7 +10,7 @@ from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.training.batches import IdPair, batch_of
 from fatdeploy.export.training.losses import Objective
 from fatdeploy.export.training.tokenizers import TextCoder
-from fatdeploy.export.training.trainer import Score, finite
+from fatdeploy.export.training.trainer import ValidationScore, finite
 from fatdeploy.pairs import Pair
 from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
@@ -29,7 +29,7 @@ class Validation:
     ids: Sequence[IdPair]
     coder: TextCoder
 
-    def __call__(self, model: ReferenceModel) -> Score:
+    def __call__(self, model: ReferenceModel) -> ValidationScore:
         """Return the score of a model as it is."""
         loss = finite(self._loss(model), "the validation loss")  # before it is asked to speak
         references: dict[tuple[int, ...], list[str]] = {}
@@ -38,7 +38,7 @@ class Validation:
         sources = sorted(references, key=len)
         said = self._said(model, sources)
         accepted = [references[source] for source in sources]
-        return Score(
+        return ValidationScore(
             loss=loss,
             token_error_rate=token_error_rate(said, accepted).value,
             sequence_error_rate=sequence_error_rate(said, accepted).value,

@@ -29,7 +29,7 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class BenchRequest:
     """The options of a bench; those in ``defaults`` nobody typed, so that a bundle may lower them."""
 
     batch: tuple[int, ...]
@@ -68,12 +68,12 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """What is measured of one bundle, and what was lowered for it."""
 
     label: str
     bundle: "Bundle"
-    asked: Asked
+    asked: BenchRequest
     decoder_bytes: int  # of the weights that a step reads
     notes: tuple[str, ...]
     cuda_graphs: bool = True  # of engines that record their steps
@@ -104,7 +104,7 @@ class Plan:
         )
 
 
-def plans_for(bundles: "dict[str, Bundle]", asked: Asked) -> list[Plan]:
+def plans_for(bundles: "dict[str, Bundle]", asked: BenchRequest) -> list[BenchPlan]:
     """Return what is measured of each bundle; whatever one of them cannot do is refused, all at once."""
     reasons = [reason for label, bundle in bundles.items() for reason in _wrong(label, bundle, asked)]
     if reasons:
@@ -112,7 +112,7 @@ def plans_for(bundles: "dict[str, Bundle]", asked: Asked) -> list[Plan]:
     return [plan for label, bundle in bundles.items() for plan in _by_capture(_plan(label, bundle, asked))]
 
 
-def _by_capture(plan: Plan) -> Iterator[Plan]:
+def _by_capture(plan: BenchPlan) -> Iterator[BenchPlan]:
     """Yield a plan, or two of a bundle whose engine can record steps: with and without, under names of their own."""
     if not TARGETS[plan.bundle.manifest.target].captures_steps:
         yield plan
@@ -121,7 +121,7 @@ def _by_capture(plan: Plan) -> Iterator[Plan]:
     yield replace(plan, label=f"{plan.label}, steps not recorded", notes=(), cuda_graphs=False)
 
 
-def fitting_threads(asked: Asked, cores: int) -> Asked:
+def fitting_threads(asked: BenchRequest, cores: int) -> BenchRequest:
     """Return the options with as many threads as there are cores at most; more that were typed are refused."""
     if "threads" in asked.defaults:
         return replace(asked, threads=tuple(number for number in asked.threads if number <= cores) or (1,))
@@ -149,19 +149,19 @@ def _limits(bundle: "Bundle") -> Iterator[Limit]:
         yield Limit("beams", max(1, spec.vocab_size // 2), "half its vocabulary")
 
 
-def _given(asked: Asked, option: str) -> tuple[int, ...]:
+def _given(asked: BenchRequest, option: str) -> tuple[int, ...]:
     values = {"source": (asked.source,), "target": (asked.target,), "beams": asked.beams}
     return values[option]
 
 
-def _wrong(label: str, bundle: "Bundle", asked: Asked) -> Iterator[str]:
+def _wrong(label: str, bundle: "Bundle", asked: BenchRequest) -> Iterator[str]:
     for limit in _limits(bundle):
         largest = max(_given(asked, limit.option))
         if largest > limit.most and limit.option not in asked.defaults:
             yield f"--{limit.option} must lie in 1…{limit.most} for {label} ({limit.why}), found {largest}"
 
 
-def _plan(label: str, bundle: "Bundle", asked: Asked) -> Plan:
+def _plan(label: str, bundle: "Bundle", asked: BenchRequest) -> BenchPlan:
     """Return the plan of a bundle; what nobody typed is lowered to what it takes, and told."""
     from fatdeploy.manifest import DECODER
 
@@ -175,10 +175,10 @@ def _plan(label: str, bundle: "Bundle", asked: Asked) -> Plan:
         if fitting != given:
             notes.append(f"{label}: --{limit.option} {_listed(given)} lowered to {_listed(fitting)} ({limit.why})")
         asked = _lowered(asked, limit.option, fitting)
-    return Plan(label, bundle, asked, bytes_a_step_reads(bundle.file(DECODER)), tuple(notes))
+    return BenchPlan(label, bundle, asked, bytes_a_step_reads(bundle.file(DECODER)), tuple(notes))
 
 
-def _lowered(asked: Asked, option: str, values: tuple[int, ...]) -> Asked:
+def _lowered(asked: BenchRequest, option: str, values: tuple[int, ...]) -> BenchRequest:
     match option:
         case "source":
             return replace(asked, source=values[0])

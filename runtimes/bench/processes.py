@@ -12,7 +12,7 @@ import fatdeploy
 from fatdeploy import errors
 from fatdeploy.errors import BenchFailed, FatdeployError
 from fatdeploy.records import json_from_record
-from fatdeploy.runtimes.bench.plan import Plan, Turn
+from fatdeploy.runtimes.bench.plan import BenchPlan, Turn
 
 MODULE = "fatdeploy.runtimes.bench.turn"
 Ticked = Callable[[int], object]
@@ -20,7 +20,7 @@ Ticked = Callable[[int], object]
 Results = dict[tuple[int, int], list[dict[str, Any]]]
 
 
-def turns_of(plans: Sequence[Plan]) -> Iterator[tuple[int, Turn]]:
+def turns_of(plans: Sequence[BenchPlan]) -> Iterator[tuple[int, Turn]]:
     """Yield each plan's number and turn; rounds alternate: all bundles and threads once before any again."""
     for index in range(max(plan.asked.rounds for plan in plans)):
         for number, plan in enumerate(plans):

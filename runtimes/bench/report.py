@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from fatdeploy._version import VERSION
 from fatdeploy.machine import Machine, this_machine
-from fatdeploy.runtimes.bench.plan import Asked, Plan, Setting
+from fatdeploy.runtimes.bench.plan import BenchPlan, BenchRequest, Setting
 from fatdeploy.runtimes.bench.processes import Results
 
 FORMAT = 1
@@ -20,7 +20,7 @@ Milliseconds = NDArray[np.float64]
 TurnResult = dict[str, Any]
 
 
-def report_of(plans: Sequence[Plan], results: Results, asked: Asked) -> dict[str, Any]:
+def report_of(plans: Sequence[BenchPlan], results: Results, asked: BenchRequest) -> dict[str, Any]:
     """Return everything that was measured as JSON values."""
     machine = this_machine()
     runtimes = [turn["onnxruntime"] for turns in results.values() for turn in turns if turn["onnxruntime"] is not None]
@@ -52,7 +52,7 @@ def device_of(machine: Machine) -> dict[str, Any]:
     return {"kind": "cpu", "name": machine.cpu, "clocks": None}
 
 
-def rows_of(plan: Plan, threads: int, turns: Sequence[TurnResult]) -> list[dict[str, Any]]:
+def rows_of(plan: BenchPlan, threads: int, turns: Sequence[TurnResult]) -> list[dict[str, Any]]:
     """Return a row for each setting of a bundle with so many threads."""
     loads = _milliseconds([turn["load"] for turn in turns])
     bandwidths = [turn["bandwidth"] for turn in turns if turn["bandwidth"] is not None]
@@ -67,7 +67,7 @@ def rows_of(plan: Plan, threads: int, turns: Sequence[TurnResult]) -> list[dict[
     return rows
 
 
-def _row(plan: Plan, setting: Setting, found: Sequence[TurnResult], loads: Milliseconds) -> dict[str, Any]:
+def _row(plan: BenchPlan, setting: Setting, found: Sequence[TurnResult], loads: Milliseconds) -> dict[str, Any]:
     times = [one for turn in found for one in turn["times"]]
     steps = _milliseconds([one["steps"] for one in times])
     samples = {"load": loads, "encode": _milliseconds([one["encode"] for one in times])}
@@ -113,7 +113,7 @@ def _floor(n_bytes: int, bandwidth: float, phases: dict[str, Any]) -> dict[str, 
     return {"decoder_bytes": n_bytes, "read_bytes_per_s": bandwidth, "ms": ms, "times": times}
 
 
-def _bundle(plan: Plan, turns: Sequence[TurnResult]) -> dict[str, Any]:
+def _bundle(plan: BenchPlan, turns: Sequence[TurnResult]) -> dict[str, Any]:
     manifest = plan.bundle.manifest
     return {
         "bundle": plan.label,

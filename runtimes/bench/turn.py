@@ -50,7 +50,7 @@ class Checked:
     parity: Parity | None
 
 
-def taken(turn: Turn, tick: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def measure_turn(turn: Turn, tick: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Return all that a turn measures: seconds of loading and of every decode, fidelity, memory, bandwidth."""
     target = TARGETS[read_bundle(turn.bundle, check_hashes=False).manifest.target]
     # Before the clock starts: loading a bundle is what is measured.
@@ -153,7 +153,7 @@ def main() -> None:
     """Do the turn that the argument describes."""
     turn = turn_from_json(sys.argv[1])
     try:
-        result = taken(turn, lambda: say({"ticks": 1}))
+        result = measure_turn(turn, lambda: say({"ticks": 1}))
     except FatdeployError as error:
         say({"error": {"kind": type(error).__name__, "message": str(error)}})
     except KeyboardInterrupt:  # who started this process was interrupted too, and says so

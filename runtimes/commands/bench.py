@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from fatdeploy.errors import ConfigError
 from fatdeploy.machine import usable_cores
-from fatdeploy.runtimes.bench.plan import Asked, fitting_threads, plans_for
+from fatdeploy.runtimes.bench.plan import BenchRequest, fitting_threads, plans_for
 
 if TYPE_CHECKING:
     # Not at run time: a command's help must not need numpy.
@@ -130,7 +130,7 @@ def bench(
 
     check_outputs(json_path, html_path)
     untyped = {name for name in LOWERED if context.get_parameter_source(name) is ParameterSource.DEFAULT}
-    asked = fitting_threads(Asked(**options, defaults=frozenset(untyped)), usable_cores())
+    asked = fitting_threads(BenchRequest(**options, defaults=frozenset(untyped)), usable_cores())
     plans = plans_for(read_bundles(bundles), asked)
     for plan in plans:
         for note in plan.notes:

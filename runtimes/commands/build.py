@@ -13,7 +13,7 @@ from fatdeploy.targets import Flavour
 
 if TYPE_CHECKING:
     from fatdeploy.bundle import Bundle
-    from fatdeploy.runtimes.engines.trt.build.build import Asked
+    from fatdeploy.runtimes.engines.trt.build.build import BuildRequest
 
 OPTIONS = [
     click.option(
@@ -37,7 +37,7 @@ OPTIONS = [
 ]
 
 
-class EngineArguments(TypedDict):
+class BuildArguments(TypedDict):
     """The options of engines."""
 
     capabilities: str | None
@@ -45,20 +45,20 @@ class EngineArguments(TypedDict):
     timing_cache: Path | None
 
 
-def engine_options(command: Any) -> Any:
+def build_options(command: Any) -> Any:
     """Give a command the options of engines."""
     for option in reversed(OPTIONS):
         command = option(command)
     return command
 
 
-def asked_engines(flavour: Flavour, chosen: Mapping[str, Any]) -> "Asked":
+def asked_engines(flavour: Flavour, chosen: Mapping[str, Any]) -> "BuildRequest":
     """Return the build that options ask for."""
-    from fatdeploy.runtimes.engines.trt.build.build import Asked
+    from fatdeploy.runtimes.engines.trt.build.build import BuildRequest
     from fatdeploy.runtimes.engines.trt.build.profiles import profiles_from_text
 
     said = chosen["capabilities"]
-    return Asked(
+    return BuildRequest(
         flavour=flavour,
         capabilities=() if said is None else tuple(one.strip() for one in said.split(",")),
         profiles=profiles_from_text(chosen["profiles"]),
@@ -108,7 +108,7 @@ Examples:
     type=click.Choice(get_args(Flavour)),
     help="Which TensorRT; the one that the bundle was exported for unless said.",
 )
-@engine_options
+@build_options
 @click.option(
     "--keep-onnx/--drop-onnx",
     default=True,
@@ -117,7 +117,7 @@ Examples:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print what was built as JSON.")
 def build(
-    bundle: Path, flavour: Flavour | None, keep_onnx: bool, as_json: bool, **chosen: Unpack[EngineArguments]
+    bundle: Path, flavour: Flavour | None, keep_onnx: bool, as_json: bool, **chosen: Unpack[BuildArguments]
 ) -> None:
     """Build TensorRT engines from the graphs of a bundle.
 

@@ -16,7 +16,7 @@ from fatdeploy.machine import Machine
 from fatdeploy.runtimes.commands.engine_options import EngineArguments, engine_options
 from fatdeploy.runtimes.doctor.abilities import ability_line
 from fatdeploy.runtimes.doctor.cuda_driver import Cuda
-from fatdeploy.runtimes.doctor.examine import Part, Problem, Report, State, examine
+from fatdeploy.runtimes.doctor.examine import PackageReport, PackageState, Problem, Report, examine
 from fatdeploy.tables import aligned
 
 if TYPE_CHECKING:
@@ -191,9 +191,9 @@ def machine_rows(machine: Machine) -> Iterator[tuple[str, ...]]:
     yield "python", machine.python
 
 
-def part_row(part: Part) -> tuple[str, ...]:
+def part_row(part: PackageReport) -> tuple[str, ...]:
     """Return name, version or state, purpose, and what there is to say or to type."""
-    found = part.version if part.state is State.PRESENT and part.version else part.state.value
+    found = part.version if part.state is PackageState.PRESENT and part.version else part.state.value
     return part.name, found, part.purpose, " ".join(text for text in (part.detail, part.install) if text)
 
 

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     # Not at run time: a command's help must not need numpy.
     from click._termui_impl import ProgressBar
 
-    from fatdeploy.runtimes.evaluation.evaluate import Decoded, Example
+    from fatdeploy.runtimes.evaluation.evaluate import DecodedSources, EvaluationSource
 
 
 log = logging.getLogger("fatdeploy")
 
 
-class DecodeArguments(TypedDict):
+class EvalDecodeArguments(TypedDict):
     """How to decode; the names are those of DecodeOptions."""
 
     num_beams: int
@@ -35,7 +35,7 @@ class DecodeArguments(TypedDict):
     max_new_tokens: int | None
 
 
-class Arguments(DecodeArguments, EngineArguments):
+class EvalArguments(EvalDecodeArguments, EngineArguments):
     """All options that only pass through the command."""
 
 
@@ -133,7 +133,7 @@ def eval(  # noqa: A001 - the name of the command
     batch_tokens: int,
     output: Path | None,
     as_json: bool,
-    **arguments: Unpack[Arguments],
+    **arguments: Unpack[EvalArguments],
 ) -> None:
     """Measure a bundle on pairs: lines of source, TAB, target.
 
@@ -153,7 +153,7 @@ def eval(  # noqa: A001 - the name of the command
     names = wanted(names, as_ids, ignored)
     check_output(output, pairs)
     engine = cast("EngineArguments", {name: arguments.pop(name) for name in EngineArguments.__annotations__})  # type: ignore[misc]
-    options = DecodeOptions(**cast("DecodeArguments", arguments))
+    options = DecodeOptions(**cast("EvalDecodeArguments", arguments))
     given = read_pairs(pairs)
     with load(bundle, **engine) as model:
         if as_ids:
@@ -205,7 +205,9 @@ def progress_bar(n_sources: int) -> "ProgressBar[int]":
     return click.progressbar(range(n_sources), label="decoding", file=sys.stderr, show_pos=True, hidden=hidden)
 
 
-def report_of(found: "Decoded", examples: "Sequence[Example]", scores: dict[str, Score]) -> dict[str, Any]:
+def report_of(
+    found: "DecodedSources", examples: "Sequence[EvaluationSource]", scores: dict[str, Score]
+) -> dict[str, Any]:
     """Return all that was measured as JSON values."""
     return {
         "sources": len(examples),
@@ -243,7 +245,7 @@ def one_column(source: Given) -> str:
     return source if isinstance(source, str) else " ".join(map(str, source))
 
 
-def write_said(output: Path, examples: "Sequence[Example]", texts: Sequence[str]) -> None:
+def write_said(output: Path, examples: "Sequence[EvaluationSource]", texts: Sequence[str]) -> None:
     """Write sources and what the model said of them, a pair a line."""
     lines = [f"{one_column(example.source)}\t{text}\n" for example, text in zip(examples, texts, strict=True)]
     try:

@@ -33,7 +33,7 @@ log = logging.getLogger("fatdeploy")
 Item = TypeVar("Item")
 
 
-class Arguments(DecodeArguments, EngineArguments):
+class RunArguments(DecodeArguments, EngineArguments):
     """All options that only pass through the command."""
 
 
@@ -81,7 +81,7 @@ def run(
     scores: bool,
     alignments: bool,
     as_json: bool,
-    **arguments: Unpack[Arguments],
+    **arguments: Unpack[RunArguments],
 ) -> None:
     """Decode texts, or lines of standard input.
 

@@ -7,8 +7,8 @@ from typing import NamedTuple, Optional
 import numpy as np
 from numpy.typing import NDArray
 
-from fatdeploy.runtimes.decoding.hypothesis import Finish, Said
-from fatdeploy.runtimes.decoding.processors import NEVER
+from fatdeploy.runtimes.decoding.hypothesis import Finish, RawTarget
+from fatdeploy.runtimes.decoding.processors import NEG_INF
 from fatdeploy.runtimes.decoding.scoring import Scorer, check_numbers, check_something_is_left
 from fatdeploy.runtimes.decoding.search import Move, Task, stays
 from fatdeploy.runtimes.engines.protocol import Floats, Rows, StepOut, Want
@@ -76,7 +76,7 @@ class Beam:
         k is at least twice the number of beams: as many may be complete and leave as stay.
         """
         best = self._candidates(log_probs, ids)
-        if not best.totals[0] > NEVER and not self.finished:  # nor is what is no number
+        if not best.totals[0] > NEG_INF and not self.finished:  # nor is what is no number
             check_something_is_left(best.totals[:1], self.length)
         nodes = [self._node(best, index, attention) for index in range(len(best.tokens))]
         ends = [self._end(node) for node in nodes]
@@ -89,7 +89,7 @@ class Beam:
         running = [
             Finished(node, float(score) / penalty, "cancelled", self.length)
             for node, score in zip(self.nodes, self.scores, strict=True)
-            if score > NEVER
+            if score > NEG_INF
         ]
         # A complete one is cancelled too: a search that went on might have found a better one.
         complete = [replace(one, finish="cancelled") for one in self.finished]
@@ -133,9 +133,9 @@ class Beam:
 
     def _go_on(self, best: Candidates, nodes: list[Node], complete: list[bool]) -> tuple[list[int], list[int]]:
         """Keep the best that are not complete, each in its parent's row if no better one is there already."""
-        totals = np.where(complete, NEVER, best.totals)
+        totals = np.where(complete, NEG_INF, best.totals)
         kept = np.argsort(-totals, kind="stable")[: self.width].tolist()
-        self.stuck = bool(totals[kept[0]] == NEVER)
+        self.stuck = bool(totals[kept[0]] == NEG_INF)
         parents = [self.places[best.ranks[one]] for one in kept]
         self.places = placed(parents, self.width)
         self.scores, self.nodes = totals[kept], [nodes[one] for one in kept]
@@ -235,7 +235,7 @@ class BeamSearch:
         """Return what the best running hypothesis of a source says; a later step may prefer another."""
         return tuple(one.token for one in path(self.beams[source].nodes[0]))
 
-    def found(self) -> list[list[Said]]:
+    def found(self) -> list[list[RawTarget]]:
         """Return each source's hypotheses, best first."""
         return [self._found(beam, len(source)) for beam, source in zip(self.beams, self.task.sources, strict=True)]
 
@@ -276,15 +276,15 @@ class BeamSearch:
             self._tokens, self._moved = self._moved, self._tokens
             self._tokens[: len(parents), self._place - 1] = tokens
 
-    def _found(self, beam: Beam, source_length: int) -> list[Said]:
+    def _found(self, beam: Beam, source_length: int) -> list[RawTarget]:
         found = beam.finished if beam.over else beam.cancelled()
         return [self._said(one, source_length) for one in found[: self.task.options.num_return_sequences]]
 
-    def _said(self, one: Finished, source_length: int) -> Said:
+    def _said(self, one: Finished, source_length: int) -> RawTarget:
         nodes = path(one.node)[: one.kept]
         seen = [node.attention[:source_length] for node in nodes if node.attention is not None]
         aligned = self.task.spec.alignment is not None
-        return Said(
+        return RawTarget(
             tuple(node.token for node in nodes),
             one.finish,
             score=one.score,

@@ -35,7 +35,7 @@ class Hypothesis:
 
 
 @dataclass(frozen=True)
-class Said:
+class RawTarget:
     """One target as it was generated, in the order of generation."""
 
     tokens: tuple[int, ...]  # after the prefix, without EOS
@@ -45,11 +45,11 @@ class Said:
     alignments: NDArray[np.float32] | None = None
 
 
-def hypothesis_from_said(said: list[Said], prefix: tuple[int, ...], spec: ModelSpec) -> Hypothesis:
+def hypothesis_from_raw(said: list[RawTarget], prefix: tuple[int, ...], spec: ModelSpec) -> Hypothesis:
     """Return the best of several targets of a source in reading order, the others as its alternatives."""
     step = -1 if spec.target_order == "right_to_left" else 1
 
-    def read(one: Said, alternatives: tuple[Hypothesis, ...] = ()) -> Hypothesis:
+    def read(one: RawTarget, alternatives: tuple[Hypothesis, ...] = ()) -> Hypothesis:
         return Hypothesis(
             (*prefix, *one.tokens)[::step],
             one.finish,

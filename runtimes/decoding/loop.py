@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fatdeploy.errors import SpecMismatch, in_one_line
 from fatdeploy.runtimes.decoding.beam_search import BeamSearch
-from fatdeploy.runtimes.decoding.hypothesis import Hypothesis, hypothesis_from_said
+from fatdeploy.runtimes.decoding.hypothesis import Hypothesis, hypothesis_from_raw
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.decoding.parallel_search import ParallelSearch
 from fatdeploy.runtimes.decoding.scoring import Scorer
@@ -84,7 +84,7 @@ class Decoding:
     def found(self) -> list[Hypothesis]:
         """Return the result of each source; those that are not finished are cancelled."""
         prefix, spec = self._options.prefix_ids, self._engine.spec
-        return [hypothesis_from_said(said, prefix, spec) for said in self._search.found()]
+        return [hypothesis_from_raw(said, prefix, spec) for said in self._search.found()]
 
     def close(self) -> None:
         """Give the state back."""

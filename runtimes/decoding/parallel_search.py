@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fatdeploy.errors import SpecMismatch
-from fatdeploy.runtimes.decoding.hypothesis import Said
+from fatdeploy.runtimes.decoding.hypothesis import RawTarget
 from fatdeploy.runtimes.decoding.search import Move, Task
 from fatdeploy.runtimes.engines.protocol import Floats, StepOut, Want
 from fatdeploy.spec import Tokens
@@ -21,7 +21,7 @@ class ParallelSearch:
             # A cut length must not appear twice among the candidates.
             ranked = np.argsort(-length_log_probs[:, : task.limit], axis=-1, kind="stable")
             self.lengths = ranked[:, : task.options.length_candidates] + 1
-        self._found: list[list[Said]] = [[Said((), "cancelled")] for _ in task.sources]
+        self._found: list[list[RawTarget]] = [[RawTarget((), "cancelled")] for _ in task.sources]
 
     @property
     def want(self) -> Want:
@@ -56,18 +56,20 @@ class ParallelSearch:
         """Return what a source says; nothing before the one step."""
         return self._found[source][0].tokens
 
-    def found(self) -> list[list[Said]]:
+    def found(self) -> list[list[RawTarget]]:
         """Return the best target of each source."""
         return self._found
 
-    def _said(self, index: int, row: Tokens, log_probs: NDArray[np.float32] | None, attention: Floats | None) -> Said:
+    def _said(
+        self, index: int, row: Tokens, log_probs: NDArray[np.float32] | None, attention: Floats | None
+    ) -> RawTarget:
         """Return one candidate, cut at the length that was tried, or at the first EOS."""
         counted = self.task.spec.length == "head"
         eos = np.flatnonzero(row == self.task.spec.eos_id)
         end = int(self.lengths.ravel()[index]) if counted else int(eos[0]) if eos.size else len(row)
         whole = end if counted else min(end + 1, len(row))
         read = len(self.task.sources[index // self.lengths.shape[1]])
-        return Said(
+        return RawTarget(
             tuple(row[:end].tolist()),
             "eos" if counted or eos.size else "length",
             score=None if log_probs is None else float(log_probs[:whole].mean()),

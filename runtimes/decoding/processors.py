@@ -10,7 +10,7 @@ from fatdeploy.runtimes.decoding.options import DecodeOptions, LogitsProcessor
 from fatdeploy.runtimes.engines.protocol import Floats
 from fatdeploy.spec import ModelSpec, Tokens
 
-NEVER = np.float32(-np.inf)
+NEG_INF = np.float32(-np.inf)
 
 
 def processors_of(options: DecodeOptions, spec: ModelSpec) -> list[LogitsProcessor]:
@@ -74,7 +74,7 @@ class NoRepeatedNgram:
             self._again, self._same = np.empty(2 * places, bool), np.empty(2 * places, bool)
         # A row at a time: numpy would buffer all of a part of several rows.
         for said, row in zip(tokens, scores, strict=True):
-            row[self._followers(said, places)] = NEVER
+            row[self._followers(said, places)] = NEG_INF
         return scores
 
     def _followers(self, said: Tokens, places: int) -> Tokens:
@@ -99,7 +99,7 @@ class BadWords:
             if before > tokens.shape[1]:
                 continue
             said = (tokens[:, tokens.shape[1] - before :] == np.array(word[:-1], np.int64)).all(1)
-            scores[said, word[-1]] = NEVER
+            scores[said, word[-1]] = NEG_INF
         return scores
 
 
@@ -112,7 +112,7 @@ class AtLeast:
 
     def __call__(self, tokens: Tokens, scores: Floats) -> Floats:
         if tokens.shape[1] < self.length:
-            scores[:, self.eos_id] = NEVER
+            scores[:, self.eos_id] = NEG_INF
         return scores
 
 
@@ -125,7 +125,7 @@ class Forced:
     def __call__(self, tokens: Tokens, scores: Floats) -> Floats:
         token = self.tokens.get(tokens.shape[1])
         if token is not None:
-            scores[...] = NEVER
+            scores[...] = NEG_INF
             scores[:, token] = 0
         return scores
 
@@ -137,5 +137,5 @@ class Suppressed:
     ids: NDArray[np.int64]
 
     def __call__(self, tokens: Tokens, scores: Floats) -> Floats:  # noqa: ARG002
-        scores[:, self.ids] = NEVER
+        scores[:, self.ids] = NEG_INF
         return scores

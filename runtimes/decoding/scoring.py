@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from fatdeploy.errors import ConfigError, SpecMismatch
 from fatdeploy.runtimes.decoding.options import DecodeOptions
-from fatdeploy.runtimes.decoding.processors import NEVER, processors_of
+from fatdeploy.runtimes.decoding.processors import NEG_INF, processors_of
 from fatdeploy.runtimes.engines.protocol import Engine, Floats, State, StepOut, Want
 from fatdeploy.spec import Tokens
 
@@ -69,7 +69,7 @@ class Scorer:
         if self._listed is None:
             np.copyto(result, scores)
         else:
-            result[...] = NEVER
+            result[...] = NEG_INF
             result[:, self._listed] = scores
         for one in self.processors:
             result = one(said, result)

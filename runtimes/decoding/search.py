@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fatdeploy.runtimes.decoding.hypothesis import Finish, Said
+from fatdeploy.runtimes.decoding.hypothesis import Finish, RawTarget
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.decoding.sampling import Sampler
 from fatdeploy.runtimes.decoding.scoring import Scorer, check_something_is_left
@@ -45,7 +45,7 @@ class Search(Protocol):
         """Return what the first target of a source says so far."""
         ...
 
-    def found(self) -> list[list[Said]]:
+    def found(self) -> list[list[RawTarget]]:
         """Return the targets of each source, best first; what is not finished is cancelled."""
         ...
 
@@ -121,7 +121,7 @@ class RowSearch:
         """Return what a source's first row says so far."""
         return self._said(source * self.each).tokens
 
-    def found(self) -> list[list[Said]]:
+    def found(self) -> list[list[RawTarget]]:
         """Return each source's targets, samples in the order in which they were asked for."""
         rows = [self._said(row) for row in range(len(self.finishes))]
         return [rows[start : start + self.each] for start in range(0, len(rows), self.each)]
@@ -215,13 +215,13 @@ class RowSearch:
     def _source_length(self, row: int) -> int:
         return len(self.task.sources[row // self.each])
 
-    def _said(self, row: int) -> Said:
+    def _said(self, row: int) -> RawTarget:
         finish = self.finishes[row]
         kept = self.length if finish == "cancelled" else self.kept[row]
         begin = len(self.task.prompt)
         counted = kept + (finish == "eos")
         each = None if self.log_probs is None else self.log_probs[row]
-        return Said(
+        return RawTarget(
             tuple(self.tokens[row, begin : begin + kept].tolist()),
             finish,
             score=None if each is None else float(each[:counted].sum()),

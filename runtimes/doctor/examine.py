@@ -26,7 +26,7 @@ from fatdeploy.runtimes.doctor.packages import (
 )
 
 
-class State(StrEnum):
+class PackageState(StrEnum):
     """Whether a package is installed, and if so whether it is whole."""
 
     PRESENT = "present"
@@ -47,12 +47,12 @@ UNPROVED_PROVIDERS = ("CUDAExecutionProvider", "NvTensorRTRTXExecutionProvider",
 
 
 @dataclass(frozen=True)
-class Part:
+class PackageReport:
     """A package as it was found here; ``install`` is what to type where it is missing or broken."""
 
     name: str
     purpose: str
-    state: State
+    state: PackageState
     version: str | None = None
     detail: str = ""
     install: str | None = None
@@ -72,7 +72,7 @@ class Report:
     """All that the doctor found."""
 
     machine: Machine
-    parts: tuple[Part, ...]
+    parts: tuple[PackageReport, ...]
     cuda: Cuda
     targets: tuple[Ability, ...]
     problems: tuple[Problem, ...]
@@ -94,23 +94,23 @@ def examine() -> Report:
     cuda = cuda_here()
     versions = installed_versions()
     parts = tuple(part_from_package(package, versions, cuda) for package in PACKAGES)
-    targets = abilities({part.name for part in parts if part.state is State.PRESENT}, cuda)
+    targets = abilities({part.name for part in parts if part.state is PackageState.PRESENT}, cuda)
     return Report(this_machine(), parts, cuda, targets, tuple(problems_of({part.name: part for part in parts}, cuda)))
 
 
-def part_from_package(package: Package, versions: Mapping[str, str], cuda: Cuda) -> Part:
+def part_from_package(package: Package, versions: Mapping[str, str], cuda: Cuda) -> PackageReport:
     """Find out how a package is here, given which versions of all packages are."""
     if package.name not in versions:
         remark, install = remark_on(package, versions, cuda), install_command(package, versions)
-        return Part(package.name, package.purpose, State.MISSING, None, remark, install)
+        return PackageReport(package.name, package.purpose, PackageState.MISSING, None, remark, install)
     version = versions[package.name] or None
     try:
         check_files(package, version)
         detail = onnxruntime_providers() if package.module == CPU_RUNTIME.module else ""
     except BrokenInstallError as reason:
         repair = f"pip uninstall -y {package.name} && pip install 'fatdeploy[{extra_of(package, versions)}]'"
-        return Part(package.name, package.purpose, State.BROKEN, version, str(reason), repair)
-    return Part(package.name, package.purpose, State.PRESENT, version, detail)
+        return PackageReport(package.name, package.purpose, PackageState.BROKEN, version, str(reason), repair)
+    return PackageReport(package.name, package.purpose, PackageState.PRESENT, version, detail)
 
 
 def remark_on(package: Package, versions: Mapping[str, str], cuda: Cuda) -> str:
@@ -151,16 +151,16 @@ def onnxruntime_providers() -> str:
     return "; ".join([", ".join(sure), *proof])
 
 
-def problems_of(parts: Mapping[str, Part], cuda: Cuda) -> Iterator[Problem]:
+def problems_of(parts: Mapping[str, PackageReport], cuda: Cuda) -> Iterator[Problem]:
     """Yield what is wrong, limits first: what must be repaired is said last, where it is seen."""
-    here = {name for name, part in parts.items() if part.state is not State.MISSING}
+    here = {name for name, part in parts.items() if part.state is not PackageState.MISSING}
     if not cuda.devices:
         yield from limits_without_device(here)
     if cuda.broken:
         yield Problem(Kind.BROKEN, f"the CUDA driver does not work: {cuda.reason}")
     for part in parts.values():
         # With both of them here, one repair serves: the conflict's below.
-        if part.state is State.BROKEN and not (part.name in ALTERNATIVES <= here):
+        if part.state is PackageState.BROKEN and not (part.name in ALTERNATIVES <= here):
             yield Problem(Kind.BROKEN, f"{part.name} is broken: {part.detail}", part.install)
     if here >= ALTERNATIVES:
         yield Problem(Kind.CONFLICT, CONFLICT, CONFLICT_FIX)

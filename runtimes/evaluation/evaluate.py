@@ -21,7 +21,7 @@ from fatdeploy.spec import ModelSpec
 
 
 @dataclass(frozen=True)
-class Example:
+class EvaluationSource:
     """A source, text or token ids, and its references as text; ``line`` is the first that the source stands on."""
 
     source: Given
@@ -30,7 +30,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Decoded:
+class DecodedSources:
     """What a model said of some examples, as text or as token ids, and how long that took."""
 
     texts: list[str]
@@ -39,7 +39,9 @@ class Decoded:
     seconds: float
 
 
-def examples_from_pairs(pairs: Sequence[Pair], limit: int | None = None, *, as_ids: bool = False) -> list[Example]:
+def examples_from_pairs(
+    pairs: Sequence[Pair], limit: int | None = None, *, as_ids: bool = False
+) -> list[EvaluationSource]:
     """Return each source once, at most ``limit`` of them, with every target that any line has for it."""
 
     def given(source: str) -> Given:
@@ -50,7 +52,9 @@ def examples_from_pairs(pairs: Sequence[Pair], limit: int | None = None, *, as_i
     for number, pair in enumerate(pairs, 1):
         lines.setdefault(pair.source, number)
         targets.setdefault(pair.source, {})[pair.target] = None
-    return [Example(given(source), tuple(targets[source]), line) for source, line in islice(lines.items(), limit)]
+    return [
+        EvaluationSource(given(source), tuple(targets[source]), line) for source, line in islice(lines.items(), limit)
+    ]
 
 
 def pairs_of_ids(pairs: Sequence[Pair], path: Path, spec: ModelSpec) -> list[Pair]:
@@ -73,7 +77,7 @@ def pairs_of_ids(pairs: Sequence[Pair], path: Path, spec: ModelSpec) -> list[Pai
     return found
 
 
-def check_examples(model: Model, examples: Sequence[Example], path: Path, *, truncate: bool = False) -> None:
+def check_examples(model: Model, examples: Sequence[EvaluationSource], path: Path, *, truncate: bool = False) -> None:
     """Refuse sources that the model cannot read, every one at once."""
     if any(isinstance(example.source, str) for example in examples) and TOKENIZER not in model.bundle.manifest.files:
         raise ConfigError(
@@ -90,19 +94,19 @@ def check_examples(model: Model, examples: Sequence[Example], path: Path, *, tru
 
 def decoded(
     model: Model,
-    examples: Sequence[Example],
+    examples: Sequence[EvaluationSource],
     options: DecodeOptions,
     *,
     truncate: bool = False,
     batch_tokens: int = BATCH_TOKENS,
     progress: Callable[[int], None] | None = None,
-) -> Decoded:
+) -> DecodedSources:
     """Return what the model says of every source."""
     sources = [example.source for example in examples]
     start = perf_counter()
     found = model.generate(sources, options, truncate=truncate, batch_tokens=batch_tokens, progress=progress)
     seconds = perf_counter() - start
-    return Decoded(
+    return DecodedSources(
         [_said(one, source) for one, source in zip(found, sources, strict=True)],
         sum(len(one.tokens) for one in found),
         dict(Counter(one.finish for one in found)),
@@ -111,7 +115,10 @@ def decoded(
 
 
 def scores_of(
-    texts: Sequence[str], examples: Sequence[Example], names: Iterable[str], ignored: re.Pattern[str] | None = None
+    texts: Sequence[str],
+    examples: Sequence[EvaluationSource],
+    names: Iterable[str],
+    ignored: re.Pattern[str] | None = None,
 ) -> dict[str, Score]:
     """Return the metrics of these names, what is ignored removed from hypotheses and references."""
 

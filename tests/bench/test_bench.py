@@ -24,7 +24,7 @@ from fatdeploy.manifest import DECODER, GATE, PARITY, PROBES
 from fatdeploy.runtimes.bench import processes as bench_run
 from fatdeploy.runtimes.bench import turn as bench_turn
 from fatdeploy.runtimes.bench.page import html_from_report
-from fatdeploy.runtimes.bench.plan import Asked, Plan, Setting, fitting_threads, plans_for
+from fatdeploy.runtimes.bench.plan import BenchPlan, BenchRequest, Setting, fitting_threads, plans_for
 from fatdeploy.runtimes.bench.processes import result_apart, turns_of
 from fatdeploy.runtimes.bench.report import rows_of, summary
 from fatdeploy.runtimes.bench.svg import Scale
@@ -44,7 +44,7 @@ from tests.support.terminal import on_a_terminal
 TINY, NAT = "transformer-tiny", "transformer-nat-tiny"
 SMALL = ("--source", "5", "--target", "4", "--threads", "1")
 QUICK = (*SMALL, "--batch", "1", "--beams", "1", "--repetitions", "1")
-ASKED = Asked(batch=(8, 1), source=32, target=64, beams=(1, 4), threads=(1, 2), repetitions=6)
+ASKED = BenchRequest(batch=(8, 1), source=32, target=64, beams=(1, 4), threads=(1, 2), repetitions=6)
 UNTYPED = frozenset({"source", "target", "beams", "threads"})
 
 
@@ -307,7 +307,7 @@ def test_later_rounds_of_fp32_are_checked_too(tmp_path: Path) -> None:
     turn = replace(plan.turn(1, 1), source=5, target=2, settings=(Setting(1, 1),), repetitions=1)
     assert not turn.thorough
     with pytest.raises(ParityFailed, match="says 831 of the reference's 832 tokens, and fp32 must say all"):
-        bench_turn.taken(turn)
+        bench_turn.measure_turn(turn)
 
 
 def quantized_with(folder: Path, other_tokens: int, **said: object) -> Bundle:
@@ -391,10 +391,10 @@ def test_a_decode_that_says_something_else_the_second_time_is_an_error(monkeypat
     said = iter(range(9))
     monkeypatch.setattr(bench_turn, "timed_decode", lambda *_: (Times(1, (1,), 2), [(next(said),)]))
     with pytest.raises(ParityFailed, match="the same batch of 8 decoded twice gave two answers"):
-        bench_turn.taken(replace(a_plan().turn(1, 1), settings=(Setting(8, 1),)))
+        bench_turn.measure_turn(replace(a_plan().turn(1, 1), settings=(Setting(8, 1),)))
 
 
-def a_plan(asked: Asked = ASKED) -> Plan:
+def a_plan(asked: BenchRequest = ASKED) -> BenchPlan:
     [plan] = plans_for({"tiny": bundle_of(TINY)}, asked)
     return plan
 

@@ -11,11 +11,11 @@ from fatdeploy.bundle import Bundle
 from fatdeploy.errors import BackendUnavailable, ParityFailed
 from fatdeploy.runtimes.bench import turn as bench_turn
 from fatdeploy.runtimes.bench.page import html_from_report
-from fatdeploy.runtimes.bench.plan import Asked, Turn, plans_for
+from fatdeploy.runtimes.bench.plan import BenchRequest, Turn, plans_for
 from fatdeploy.runtimes.bench.report import report_of
 from fatdeploy.runtimes.bench.table import device_line, report_lines
 from fatdeploy.runtimes.bench.timing import stopwatch_of
-from fatdeploy.runtimes.bench.turn import opened_for, taken
+from fatdeploy.runtimes.bench.turn import measure_turn, opened_for
 from fatdeploy.runtimes.doctor.cuda_driver import Cuda, CudaDevice
 from fatdeploy.runtimes.doctor.gpu_clocks import ASKED, Gpus, gpus_here, records_from_csv
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
@@ -25,7 +25,7 @@ from tests.support.bundles import bundle_of
 from tests.support.cuda_half import half
 from tests.support.devices.counting import on_device
 
-OPTIONS = Asked(
+OPTIONS = BenchRequest(
     batch=(1, 2), source=5, target=4, beams=(1,), threads=(1, 2), repetitions=2, defaults=frozenset({"threads"})
 )
 LINE = "NVIDIA RTX A2000, GPU-1f, 550.54.15, 1200, 2100, 6001, 70.00, 35.52, 51, 812\n"
@@ -70,7 +70,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(bench_turn, "opened_engine", lambda bundle, **options: on_device(bundle))
     monkeypatch.setattr(bench_turn, "gpus_here", lambda: FACTS)
     monkeypatch.setattr(bench_turn, "stopwatch_of", lambda engine: Ticking())
-    turns = [taken(plan.turn(1, index)) for index in range(2)]
+    turns = [measure_turn(plan.turn(1, index)) for index in range(2)]
     return report_of([plan], {(0, 1): turns}, OPTIONS)
 
 
@@ -152,12 +152,12 @@ def test_no_time_is_taken_of_fp32_that_says_another_token_on_the_device(monkeypa
     monkeypatch.setattr(bench_turn, "token_fidelity", lambda engine, probes: Fidelity(832, 831))
     monkeypatch.setattr(bench_turn, "_timed_again", lambda *arguments: pytest.fail("it was timed"))
     with pytest.raises(ParityFailed, match="says 831 of the reference's 832 tokens"):
-        taken(turn_of(bundle_of("transformer-tiny")))
+        measure_turn(turn_of(bundle_of("transformer-tiny")))
 
 
 def test_a_bundle_for_cuda_is_not_measured_on_a_cpu() -> None:
     with pytest.raises(BackendUnavailable, match="CUDAExecutionProvider"):
-        taken(turn_of(half()))
+        measure_turn(turn_of(half()))
 
 
 def test_the_driver_s_tool_is_asked_and_what_a_gpu_does_not_tell_is_none(tmp_path: Path) -> None:

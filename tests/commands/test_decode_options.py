@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from fatdeploy.bundle import Bundle
 from fatdeploy.cli import main
 from fatdeploy.export.models.eager import EagerEngine
-from fatdeploy.export.models.exportable import Choices, flat_model
+from fatdeploy.export.models.exportable import Choices, exportable_model
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.runtimes.commands.decode_options import DecodeArguments
 from fatdeploy.runtimes.commands.run_output import Output
@@ -135,10 +135,10 @@ def test_a_prefix_and_a_stop_are_text_where_there_is_a_tokenizer(text_bundle: Bu
 
 
 def test_alignments_are_pairs_of_places_and_whole_in_json() -> None:
-    flat = flat_model(model_of(TINY), Choices(attention_layer=1, max_target=32))
+    exportable = exportable_model(model_of(TINY), Choices(attention_layer=1, max_target=32))
     bundle = shared_bundle(
         "aligned",
-        lambda folder: write_bundle(flat, folder, origin=Origin(name=TINY)),
+        lambda folder: write_bundle(exportable, folder, origin=Origin(name=TINY)),
     )
     source = line(SOURCES[0])
     tokens, pairs = run(bundle, "--ids", "--alignments", source).stdout.rstrip("\n").split("\t")

@@ -16,7 +16,7 @@ from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.pairs import Pair, read_pairs
 from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
-from fatdeploy.runtimes.evaluation.evaluate import Example, examples_from_pairs
+from fatdeploy.runtimes.evaluation.evaluate import EvaluationSource, examples_from_pairs
 from fatdeploy.runtimes.evaluation.metrics import bleu, chrf
 from tests.support.bundles import bundle_of, model_of
 from tests.support.terminal import on_a_terminal
@@ -182,9 +182,9 @@ def test_a_limit_takes_the_first_sources_with_all_their_references(text_bundle: 
 
 def test_sources_keep_their_first_line_and_references_their_order() -> None:
     pairs = [Pair("a", "x"), Pair("b", "y"), Pair("a", "w"), Pair("a", "x")]
-    assert examples_from_pairs(pairs) == [Example("a", ("x", "w"), 1), Example("b", ("y",), 2)]
+    assert examples_from_pairs(pairs) == [EvaluationSource("a", ("x", "w"), 1), EvaluationSource("b", ("y",), 2)]
     by_ids = examples_from_pairs([Pair("7 8", "9")], as_ids=True)
-    assert by_ids == [Example([7, 8], ("9",), 1)]
+    assert by_ids == [EvaluationSource([7, 8], ("9",), 1)]
 
 
 def test_what_the_model_said_is_written_as_pairs_in_the_order_of_the_sources(

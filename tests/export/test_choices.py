@@ -15,7 +15,7 @@ from fatdeploy.bundle import Bundle, read_bundle
 from fatdeploy.cli import main
 from fatdeploy.errors import CheckpointError, ConfigError, SpecMismatch
 from fatdeploy.export.models.eager import EagerEngine
-from fatdeploy.export.models.exportable import Choices, flat_model
+from fatdeploy.export.models.exportable import Choices, exportable_model
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.checkpoint import save_checkpoint
 from fatdeploy.export.reference.model import ReferenceModel
@@ -135,7 +135,7 @@ def test_copying_in_a_hybrid_model_is_exact(tmp_path: Path) -> None:
 )
 def test_what_the_model_has_not_is_refused_all_at_once(choices: Choices, reasons: str) -> None:
     with pytest.raises(ConfigError, match=f"^the model cannot be exported so: {reasons}$"):
-        flat_model(model_with("plain"), choices)
+        exportable_model(model_with("plain"), choices)
 
 
 def test_the_command_says_in_one_line_what_cannot_be_had_and_writes_nothing(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_checkpoint_is_exported_with_shorter_limits_its_tokenizer_and_its_lice
 
 
 def check_limits(engine: OrtEngine, model: ReferenceModel) -> None:
-    found = same_tokens(engine, EagerEngine(flat_model(model, Choices(max_source=8, max_target=10))), longest=8)
+    found = same_tokens(engine, EagerEngine(exportable_model(model, Choices(max_source=8, max_target=10))), longest=8)
     assert {len(one.tokens) for one in found if one.finish == "length"} == {10}
     assert max(len(one.tokens) for one in found if one.finish == "eos") < 10
     with pytest.raises(SpecMismatch, match="source 0: has 9 tokens, more than max_source = 8"):
@@ -213,9 +213,9 @@ def check_limits(engine: OrtEngine, model: ReferenceModel) -> None:
 
 def test_the_length_head_is_cut_to_the_targets_that_are_left(tmp_path: Path) -> None:
     model = tiny({**ONE_LAYER, "max_source": 16, "max_target": 24}, base="transformer-nat")
-    flat = flat_model(model, Choices(max_target=6))
-    bundle = write_bundle(flat, tmp_path / "bundle", origin=Origin(name="nat"))
-    engine, reference = OrtEngine(bundle), EagerEngine(flat)
+    exportable = exportable_model(model, Choices(max_target=6))
+    bundle = write_bundle(exportable, tmp_path / "bundle", origin=Origin(name="nat"))
+    engine, reference = OrtEngine(bundle), EagerEngine(exportable)
     source = np.random.default_rng(3).integers(3, 64, (4, 9))
     cut, whole = (
         one.length_log_probs(one.encode(source, np.ones_like(source, bool), Capacity(1, 6)))

@@ -18,11 +18,11 @@ from fatdeploy.certificate import MetricChange, TokenAgreement, read_certificate
 from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, ParityFailed
 from fatdeploy.export.graph_files import graphs_of
 from fatdeploy.export.models.eager import EagerEngine
-from fatdeploy.export.models.exportable import Choices, flat_model
+from fatdeploy.export.models.exportable import Choices, exportable_model
 from fatdeploy.export.pipeline import Origin, Plain, trial_of, write_quantized
 from fatdeploy.export.quantize.examples import Example, random_examples
 from fatdeploy.export.quantize.gate import RANDOM_STEPS, Bar, Gate, Judgement, fewest_kept, metric_of
-from fatdeploy.export.quantize.quantizer import Asked, Quantizer
+from fatdeploy.export.quantize.quantizer import Quantizer, QuantizeRequest
 from fatdeploy.export.training.tokenizers import Kind, built_tokenizer
 from fatdeploy.machine import Machine
 from fatdeploy.manifest import DECODER, EMBEDDING, ENCODER, GATE, PARITY, WEIGHTS, Quantization
@@ -500,22 +500,24 @@ def test_the_reference_itself_is_judged_to_be_right_and_another_model_is_not() -
 def test_targets_of_random_weights_are_cut_and_those_of_trained_ones_are_judged_to_the_end(
     tmp_path: Path, random: bool
 ) -> None:
-    plain, flat = bundle_of(TINY), flat_model(model_of(TINY))
+    plain, exportable = bundle_of(TINY), exportable_model(model_of(TINY))
     graphs = {part: plain.path / part for part in (ENCODER, DECODER)}
-    model = Plain(flat, Origin(name=TINY, random=random), "ort-cpu", {}, graphs, stage=lambda _: None)
-    asked = Asked(precision="int8", of={"*": "fp32", "output": "int8", EMBEDDING: "int8"}, bar=Bar(agreement=0.5))
+    model = Plain(exportable, Origin(name=TINY, random=random), "ort-cpu", {}, graphs, stage=lambda _: None)
+    asked = QuantizeRequest(
+        precision="int8", of={"*": "fp32", "output": "int8", EMBEDDING: "int8"}, bar=Bar(agreement=0.5)
+    )
     examples = [Example(ids) for ids in (np.array([5, 9, 33]), np.array([40, 8]))]
     trial = trial_of(model.origin, asked, (examples, examples), None, lambda _: None)
     write_quantized(model, plain, folder_in(tmp_path), trial)
     material = read_material(read_bundle(tmp_path / "new"))
-    whole = [decode(EagerEngine(flat), [one.source])[0] for one in examples]
+    whole = [decode(EagerEngine(exportable), [one.source])[0] for one in examples]
     lengths = [len(one.tokens) + (one.finish == "eos") for one in whole]
     assert max(lengths) > RANDOM_STEPS
     assert material.lengths.tolist() == [min(RANDOM_STEPS, length) if random else length for length in lengths]
 
 
 def test_a_metric_of_a_trained_model_compares_whole_targets() -> None:
-    reference = EagerEngine(flat_model(model_of(TINY), Choices(max_target=80)))
+    reference = EagerEngine(exportable_model(model_of(TINY), Choices(max_target=80)))
     (whole,) = decode(reference, [np.array([5, 9, 33])])
     examples = [Example(np.array([5, 9, 33]), (" ".join(map(str, whole.tokens)),))]
     assert len(whole.tokens) > RANDOM_STEPS
@@ -599,7 +601,7 @@ def folder_in(path: Path) -> Path:
 
 
 def test_below_the_bar_every_matrix_is_listed_the_worst_first(tmp_path: Path) -> None:
-    quantizer = quantizer_of(TINY, Asked(precision="int8", bar=Bar(agreement=1.01)))
+    quantizer = quantizer_of(TINY, QuantizeRequest(precision="int8", bar=Bar(agreement=1.01)))
     with pytest.raises(
         ParityFailed,
         match=r"the gate refuses this int8 bundle: \d\d\.\d\d% of 711 tokens and \d+ of 12 targets are the "
@@ -618,20 +620,20 @@ def test_below_the_bar_every_matrix_is_listed_the_worst_first(tmp_path: Path) ->
 
 def test_the_advice_is_one_step_above_the_matrix_itself(tmp_path: Path) -> None:
     of = {"*": "fp32", "output": "int8", EMBEDDING: "int8"}
-    quantizer = quantizer_of(TINY, Asked(precision="int4", of=of, bar=Bar(agreement=1.01)))
+    quantizer = quantizer_of(TINY, QuantizeRequest(precision="int4", of=of, bar=Bar(agreement=1.01)))
     with pytest.raises(ParityFailed, match=r"--precision-of 'output=fp32'") as caught:
         quantizer.written(folder_in(tmp_path), enforced=True)
     assert [line.split()[0] for line in caught.value.table] == ["output"]
 
 
 def test_without_a_bar_to_meet_nothing_is_refused(tmp_path: Path) -> None:
-    quantizer = quantizer_of(TINY, Asked(precision="int8", of=FEW, bar=Bar(agreement=1.01)))
+    quantizer = quantizer_of(TINY, QuantizeRequest(precision="int8", of=FEW, bar=Bar(agreement=1.01)))
     judged = quantizer.written(folder_in(tmp_path), enforced=False)
     assert (judged.kept, judged.quantization.enforced) == ((), False)
     assert 0.9 < judged.judgement.agreement.share < 1
 
 
-def measured(asked: Asked, folder: Path) -> tuple[Quantizer, float]:
+def measured(asked: QuantizeRequest, folder: Path) -> tuple[Quantizer, float]:
     """Return a quantizer and the share that it reaches with nothing kept."""
     quantizer = quantizer_of(TINY, asked)
     return quantizer, quantizer.written(folder, enforced=False).judgement.agreement.share
@@ -640,7 +642,7 @@ def measured(asked: Asked, folder: Path) -> tuple[Quantizer, float]:
 @pytest.mark.parametrize(("precision", "higher"), [("int8", "fp32"), ("int4", "int8 static")])
 def test_a_recovery_keeps_the_worst_matrices_and_says_which(tmp_path: Path, precision: Any, higher: str) -> None:
     folder = folder_in(tmp_path)
-    quantizer, share = measured(Asked(precision=precision, of=FEW, recover=True), folder)
+    quantizer, share = measured(QuantizeRequest(precision=precision, of=FEW, recover=True), folder)
     quantizer.asked = replace(quantizer.asked, bar=Bar(agreement=(2 * share + 1) / 3))
     judged = quantizer.written(folder, enforced=True)
     chosen = [name for name, kind in quantizer.precisions.items() if kind == precision and name != EMBEDDING]
@@ -658,7 +660,7 @@ def test_a_recovery_keeps_the_worst_matrices_and_says_which(tmp_path: Path, prec
 
 @pytest.mark.parametrize(("precision", "advice"), [("int8", "fp32"), ("int4", "int8")])
 def test_a_recovery_that_keeps_all_in_vain_says_what_to_export(tmp_path: Path, precision: Any, advice: str) -> None:
-    asked = Asked(precision=precision, of=FEW, recover=True, bar=Bar(agreement=1.01))
+    asked = QuantizeRequest(precision=precision, of=FEW, recover=True, bar=Bar(agreement=1.01))
     with pytest.raises(
         ParityFailed,
         match=r"even with every matrix in a higher precision \d+\.\d\d% of 711 tokens .*: "
@@ -669,11 +671,11 @@ def test_a_recovery_that_keeps_all_in_vain_says_what_to_export(tmp_path: Path, p
 
 def test_an_embedding_of_its_own_is_looked_at_and_can_be_kept(tmp_path: Path) -> None:
     engine, reference = aligned("plain", "ort", 0)
-    plain, flat = engine._bundle, flat_model(reference.flat)
-    assert not any(one.tied for one in quantizer_from(plain, flat, Asked(precision="int4")).matrices)
-    asked = Asked(precision="int4", of={"*": "fp32", EMBEDDING: "int4"}, bar=Bar(agreement=1.01))
+    plain, exportable = engine._bundle, exportable_model(reference.exportable)
+    assert not any(one.tied for one in quantizer_from(plain, exportable, QuantizeRequest(precision="int4")).matrices)
+    asked = QuantizeRequest(precision="int4", of={"*": "fp32", EMBEDDING: "int4"}, bar=Bar(agreement=1.01))
     with pytest.raises(ParityFailed, match=r"--precision-of 'embedding=int8'") as caught:
-        quantizer_from(plain, flat, asked).written(folder_in(tmp_path), enforced=True)
+        quantizer_from(plain, exportable, asked).written(folder_in(tmp_path), enforced=True)
     ((name, error),) = [line.split() for line in caught.value.table]
     assert name == EMBEDDING
     assert float(error) > 1e-4

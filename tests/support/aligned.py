@@ -3,7 +3,7 @@
 from functools import cache
 
 from fatdeploy.export.models.eager import EagerEngine
-from fatdeploy.export.models.exportable import Choices, flat_model
+from fatdeploy.export.models.exportable import Choices, exportable_model
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
@@ -25,9 +25,9 @@ def model_with(attention: str) -> ReferenceModel:
 
 def aligned(attention: str, dialect: Dialect, layer: int) -> tuple[OrtEngine, EagerEngine]:
     """Return a bundle with a layer's alignments, and the reference that says the same."""
-    flat = flat_model(model_with(attention), Choices(attention_layer=layer))
+    exportable = exportable_model(model_with(attention), Choices(attention_layer=layer))
     bundle = shared_bundle(
         f"aligned-{attention}-{dialect}-{layer}",
-        lambda folder: write_bundle(flat, folder, origin=Origin(name="aligned"), target=TARGETS[dialect]),
+        lambda folder: write_bundle(exportable, folder, origin=Origin(name="aligned"), target=TARGETS[dialect]),
     )
-    return OrtEngine(bundle), EagerEngine(flat)
+    return OrtEngine(bundle), EagerEngine(exportable)

@@ -7,12 +7,12 @@ from pathlib import Path
 from fatdeploy.bundle import Bundle, write_manifest
 from fatdeploy.export.g2p import CALIBRATION, CHECKPOINT, NAME
 from fatdeploy.export.g2p import PROBES as G2P_PROBES
-from fatdeploy.export.models.exportable import Choices, Flat, flat_model
+from fatdeploy.export.models.exportable import Choices, Exportable, exportable_model
 from fatdeploy.export.models.loading import model_from_source
 from fatdeploy.export.pipeline import Origin, Plain, trial_of, write_quantized
 from fatdeploy.export.quantize.examples import examples_from_file, random_examples
 from fatdeploy.export.quantize.gate import RANDOM_STEPS
-from fatdeploy.export.quantize.quantizer import Asked, Integers, Quantizer, Trial
+from fatdeploy.export.quantize.quantizer import Integers, Quantizer, QuantizeRequest, Trial
 from fatdeploy.manifest import DECODER, ENCODER, REQUIRED, Manifest, Provenance, Quantization
 from fatdeploy.runtimes.text.tokenizer import tokenizer_from_file
 from fatdeploy.targets import CpuClass
@@ -21,18 +21,23 @@ from tests.support.engines.scripted import SPEC
 from tests.support.words import g2p_bundle
 
 
-def quantizer_of(preset: str, asked: Asked) -> Quantizer:
+def quantizer_of(preset: str, asked: QuantizeRequest) -> Quantizer:
     """Return what quantizes a preset with random weights."""
-    return quantizer_from(bundle_of(preset), flat_model(model_of(preset)), asked)
+    return quantizer_from(bundle_of(preset), exportable_model(model_of(preset)), asked)
 
 
-def quantizer_from(plain: Bundle, flat: Flat, asked: Asked) -> Quantizer:
+def quantizer_from(plain: Bundle, exportable: Exportable, asked: QuantizeRequest) -> Quantizer:
     """Return what quantizes a bundle that was exported from a model."""
     return Quantizer(
-        flat,
+        exportable,
         {part: plain.path / part for part in (ENCODER, DECODER)},
         replace(plain.manifest, precision=asked.precision, files={}),
-        Trial(asked, random_examples(flat.spec, 0), random_examples(flat.spec, 1)[:12], most_steps=RANDOM_STEPS),
+        Trial(
+            asked,
+            random_examples(exportable.spec, 0),
+            random_examples(exportable.spec, 1)[:12],
+            most_steps=RANDOM_STEPS,
+        ),
         lambda _: None,
     )
 
@@ -42,9 +47,9 @@ def quantized_of(preset: str, precision: Integers, cpu: CpuClass = "any") -> Bun
     """Return a preset with integers for matrices."""
     origin, spec = Origin(name=preset, random=True), model_of(preset).spec
     examples = random_examples(spec, 0), random_examples(spec, 1)[:12]
-    asked = Asked(precision=precision, cpu=cpu)
+    asked = QuantizeRequest(precision=precision, cpu=cpu)
     trial = trial_of(origin, asked, examples, None, lambda _: None)
-    return _shared(bundle_of(preset), flat_model(model_of(preset)), origin, trial)
+    return _shared(bundle_of(preset), exportable_model(model_of(preset)), origin, trial)
 
 
 @cache
@@ -53,16 +58,16 @@ def quantized_g2p(precision: Integers) -> Bundle:
     model, origin = model_from_source(NAME)
     plain, tokenizer = g2p_bundle(), tokenizer_from_file(CHECKPOINT / "tokenizer.json")
     calibration, probes = (examples_from_file(path, plain.spec, tokenizer) for path in (CALIBRATION, G2P_PROBES))
-    asked = Asked(precision=precision, of={"output": "int8", "decoder.layers.1.ffn.out": "int8"})
+    asked = QuantizeRequest(precision=precision, of={"output": "int8", "decoder.layers.1.ffn.out": "int8"})
     trial = trial_of(origin, asked, (calibration, probes), tokenizer, lambda _: None)
-    return _shared(plain, flat_model(model, Choices(attention_layer=0)), origin, trial)
+    return _shared(plain, exportable_model(model, Choices(attention_layer=0)), origin, trial)
 
 
-def _shared(plain: Bundle, flat: Flat, origin: Origin, trial: Trial) -> Bundle:
+def _shared(plain: Bundle, exportable: Exportable, origin: Origin, trial: Trial) -> Bundle:
     def write(folder: Path) -> None:
         folder.mkdir()
         graphs = {part: plain.path / part for part in (ENCODER, DECODER)}
-        model = Plain(flat, origin, "ort-cpu", traced={}, graphs=graphs, stage=lambda _: None)
+        model = Plain(exportable, origin, "ort-cpu", traced={}, graphs=graphs, stage=lambda _: None)
         write_quantized(model, plain, folder, trial)
 
     return shared_bundle(f"{origin.name}-{trial.asked.precision}-{trial.asked.cpu}", write)

@@ -4,8 +4,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from fatdeploy.export.training.data import Part, Parts
-from fatdeploy.export.training.run import Plan, Training
+from fatdeploy.export.training.data import DataPart, Parts
+from fatdeploy.export.training.run import Training, TrainingPlan
 from fatdeploy.export.training.settings import TrainSettings
 from fatdeploy.pairs import Pair
 
@@ -27,16 +27,16 @@ def parts(count: int = 320) -> Parts:
     return Parts(part_of(pairs[apart:], "train.tsv"), part_of(pairs[:apart], "validation.tsv"))
 
 
-def part_of(pairs: list[Pair], path: str) -> Part:
+def part_of(pairs: list[Pair], path: str) -> DataPart:
     """Return pairs as if a file had them."""
-    return Part(Path(path), pairs, range(1, len(pairs) + 1))
+    return DataPart(Path(path), pairs, range(1, len(pairs) + 1))
 
 
-def plan(preset: str = "fat-tiny", changes: dict[str, Any] | None = None, **settings: Any) -> Plan:
+def plan(preset: str = "fat-tiny", changes: dict[str, Any] | None = None, **settings: Any) -> TrainingPlan:
     """Return a plan for a tiny model."""
     small = {"max_source": 8, "max_target": 16, "encoder_layers": 1, "decoder_layers": 1}
     chosen = {"epochs": 2, "batch_size": 16, "learning_rate": 5e-3, "warmup": 10, **settings}
-    return Plan(
+    return TrainingPlan(
         preset=preset,
         changes=small | (changes or {}),
         tokenizer="symbols",
@@ -45,7 +45,7 @@ def plan(preset: str = "fat-tiny", changes: dict[str, Any] | None = None, **sett
     )
 
 
-def trained(folder: Path, one: Plan, data: Parts | None = None) -> Training:
+def trained(folder: Path, one: TrainingPlan, data: Parts | None = None) -> Training:
     """Return a training that is over."""
     training = Training(one, data or parts(), folder, resume=False)
     for _ in training.events():

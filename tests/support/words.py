@@ -6,7 +6,7 @@ from fatdeploy.bundle import Bundle
 from fatdeploy.export.g2p import CHECKPOINT, NAME
 from fatdeploy.export.g2p.data import dictionary_file, entries_from_text, parts_of
 from fatdeploy.export.models.eager import EagerEngine
-from fatdeploy.export.models.exportable import Choices, flat_model
+from fatdeploy.export.models.exportable import Choices, exportable_model
 from fatdeploy.export.models.loading import model_from_source
 from fatdeploy.export.pipeline import write_bundle
 from fatdeploy.runtimes.text.tokenizer import tokenizer_from_file
@@ -33,10 +33,10 @@ def references() -> dict[str, list[str]]:
 def g2p_bundle(dialect: Dialect = "ort") -> Bundle:
     """Return the exported bundled model, with alignments."""
     model, origin = model_from_source(NAME)
-    flat = flat_model(model, Choices(attention_layer=0))
+    exportable = exportable_model(model, Choices(attention_layer=0))
     return shared_bundle(
         f"{NAME}-{dialect}",
-        lambda folder: write_bundle(flat, folder, origin=origin, target=TARGETS[dialect]),
+        lambda folder: write_bundle(exportable, folder, origin=origin, target=TARGETS[dialect]),
     )
 
 

@@ -45,7 +45,7 @@ class DeviceArray:
         return prod(self.shape) * WIDTHS[self.dtype]
 
 
-class Device(Protocol):
+class OrtDevice(Protocol):
     """What is asked of a device; on a GPU onnxruntime does it, in tests something that counts."""
 
     provider: str  # of onnxruntime
@@ -69,7 +69,7 @@ class Device(Protocol):
         ...
 
 
-class CudaDevice:
+class OrtCudaDevice:
     """A GPU through onnxruntime; which one is the first, CUDA_VISIBLE_DEVICES chooses."""
 
     provider, kind, index = "CUDAExecutionProvider", "cuda", 0
@@ -105,7 +105,7 @@ class DeviceMemory:
     """State and sources on a device; with ``alternates`` a step writes another set than it reads."""
 
     def __init__(
-        self, device: Device, spec: ModelSpec, open_session: Callable[[bytes], Any], *, alternates: bool
+        self, device: OrtDevice, spec: ModelSpec, open_session: Callable[[bytes], Any], *, alternates: bool
     ) -> None:
         self.device, self._spec, self._alternates = device, spec, alternates
         self._read = (spec.source, spec.source_mask, *spec.memory)
@@ -193,7 +193,7 @@ class DeviceMemory:
 class DeviceBinder(Binder):
     """Binds state on a device: by address, because a step is given the first rows of a buffer."""
 
-    def __init__(self, ort: Any, spec: ModelSpec, device: Device, *, branches: bool, alternates: bool) -> None:
+    def __init__(self, ort: Any, spec: ModelSpec, device: OrtDevice, *, branches: bool, alternates: bool) -> None:
         super().__init__(ort, spec, branches=branches)
         self._device, self._alternates = device, alternates
         self._result = device.fetched
@@ -221,12 +221,12 @@ class DeviceBinder(Binder):
         return Bound(tokens, StepOut(), bindings, fed={name: fed[name] for name in fed if name in self._read})
 
 
-def bind_input(device: Device, binding: Any, name: str, array: DeviceArray, rows: int) -> None:
+def bind_input(device: OrtDevice, binding: Any, name: str, array: DeviceArray, rows: int) -> None:
     """Let a graph read the first rows of an array."""
     binding.bind_input(name, device.kind, device.index, ELEMENTS[array.dtype], *_first(array, rows))
 
 
-def bind_output(device: Device, binding: Any, name: str, array: DeviceArray, rows: int) -> None:
+def bind_output(device: OrtDevice, binding: Any, name: str, array: DeviceArray, rows: int) -> None:
     """Let a graph write the first rows of an array."""
     binding.bind_output(name, device.kind, device.index, ELEMENTS[array.dtype], *_first(array, rows))
 

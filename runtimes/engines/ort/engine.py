@@ -14,8 +14,8 @@ from fatdeploy.machine import usable_cores
 from fatdeploy.manifest import DECODER, ENCODER
 from fatdeploy.runtimes.engines.ort.bindings import MOST_HELD_BYTES, MOST_SHAPES, Binder, Bound
 from fatdeploy.runtimes.engines.ort.buffers import BufferPool, Buffers
-from fatdeploy.runtimes.engines.ort.device_memory import CudaDevice, Device, DeviceBinder, DeviceMemory
-from fatdeploy.runtimes.engines.ort.host_memory import Held, HostMemory, Memory
+from fatdeploy.runtimes.engines.ort.device_memory import DeviceBinder, DeviceMemory, OrtCudaDevice, OrtDevice
+from fatdeploy.runtimes.engines.ort.host_memory import ArrayMemory, Held, HostMemory
 from fatdeploy.runtimes.engines.ort.saturation import check_saturation
 from fatdeploy.runtimes.engines.ort.sessions import (
     OrtKeywords,
@@ -45,7 +45,7 @@ from fatdeploy.spec import Mask, ModelSpec, Tokens
 NOTHING = Buffers([])  # what a state has that was given back
 # Keys that one product of an attention adds up at a time: a source of 7 alone is summed in another order than one of 7
 # among longer ones. The 1e-7 between them is noise in fp32, but may become another integer and then much more.
-WHOLE = 4
+SOURCE_MULTIPLE = 4
 
 
 @dataclass
@@ -81,7 +81,7 @@ class OrtEngine:
     place for them.
     """
 
-    def __init__(self, bundle: Bundle, *, device: Device | None = None, **keywords: Unpack[OrtKeywords]) -> None:
+    def __init__(self, bundle: Bundle, *, device: OrtDevice | None = None, **keywords: Unpack[OrtKeywords]) -> None:
         options = OrtOptions(**keywords)
         self._ort = onnxruntime_module()
         self._bundle = bundle
@@ -93,7 +93,7 @@ class OrtEngine:
         # TensorRT's provider may write what it has not read yet, as every provider does with recurrent state.
         recurrent = any(one.kind == "recurrent" for one in self.spec.state)
         self._alternates = recurrent or "tensorrt" in options.providers
-        self.device = CudaDevice(self._ort) if device is None and options.on_device else device
+        self.device = OrtCudaDevice(self._ort) if device is None and options.on_device else device
         self._binder, self._memory = self._places()
         # onnxruntime keeps the memory of all encodes that ever ran at once; more than there are cores end no sooner.
         self._encoding = BoundedSemaphore(usable_cores())
@@ -199,7 +199,7 @@ class OrtEngine:
             return found
         return self._memory.zeros(shapes)
 
-    def _places(self) -> tuple[Binder, Memory]:
+    def _places(self) -> tuple[Binder, ArrayMemory]:
         """Return what binds arrays and what holds them, here or on a device."""
         if self.device is None:
             return Binder(self._ort, self.spec, branches=self.branches), HostMemory(self.spec, 1 + self._alternates)
@@ -221,7 +221,7 @@ class OrtEngine:
 def _padded_to_whole(source: Tokens, mask: Mask, spec: ModelSpec) -> tuple[Tokens, Mask]:
     """Return sources padded to a multiple of WHOLE tokens, or to the longest that there may be."""
     rows, length = source.shape
-    whole = min(-(-length // WHOLE) * WHOLE, spec.max_source)
+    whole = min(-(-length // SOURCE_MULTIPLE) * SOURCE_MULTIPLE, spec.max_source)
     if whole == length:
         return source, mask
     # np.pad takes fifty microseconds for the same, a step of a small model less than two hundred.

@@ -14,7 +14,7 @@ Held = Any
 Shape = tuple[int, ...]
 
 
-class Memory(Protocol):
+class ArrayMemory(Protocol):
     """What an engine does with arrays beside running graphs on them."""
 
     def encoded(self, encoder: Any, feeds: dict[str, Array]) -> dict[str, Held]:

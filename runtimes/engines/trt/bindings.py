@@ -4,23 +4,25 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from fatdeploy.runtimes.engines.protocol import Want
-from fatdeploy.runtimes.engines.trt.calls import Call, Results
+from fatdeploy.runtimes.engines.trt.calls import PlanCall, Results
 from fatdeploy.runtimes.engines.trt.device import Context
 from fatdeploy.runtimes.engines.trt.layout import HostArrays, Slab, n_bytes
-from fatdeploy.runtimes.engines.trt.memory import Held
+from fatdeploy.runtimes.engines.trt.memory import DecodeMemory
 from fatdeploy.runtimes.engines.trt.plans import Opened
 from fatdeploy.spec import ModelSpec, TensorSpec
 
 
-def bound_encoder(held: Held, opened: Opened, profile: int, capture: bool) -> Call:
+def bound_encoder(held: DecodeMemory, opened: Opened, profile: int, capture: bool) -> PlanCall:
     """Return the encoder's call into the memory of a decode."""
     sizes = held.shape.sizes(held.spec)
     host = HostArrays(held.device, opened.inputs, sizes)
     context = _context(opened, profile, held.sources, sizes)
-    return Call(held.device, [context], host, held.sources[opened.inputs[0].name], capture=capture)
+    return PlanCall(held.device, [context], host, held.sources[opened.inputs[0].name], capture=capture)
 
 
-def bound_step(held: Held, opened: Opened, profile: int, sizes: Mapping[str, int], *, capture: bool) -> Call:
+def bound_step(
+    held: DecodeMemory, opened: Opened, profile: int, sizes: Mapping[str, int], *, capture: bool
+) -> PlanCall:
     """Return the decoder's call for some sizes, on the state of a decode and results of its own."""
     spec = held.spec
     fed = fed_inputs(spec)
@@ -38,7 +40,7 @@ def bound_step(held: Held, opened: Opened, profile: int, sizes: Mapping[str, int
             contexts.append(_context(opened, profile, {**held.sources, **own, **state}, sizes))
             closing.callback(contexts[-1].close)
         closing.pop_all()
-    call = Call(held.device, contexts, host, slab.address, capture=capture)
+    call = PlanCall(held.device, contexts, host, slab.address, capture=capture)
     call.closing.append(slab)
     call.n_bytes = slab.n_bytes
     call.places = own
@@ -51,7 +53,7 @@ def fed_inputs(spec: ModelSpec) -> Sequence[TensorSpec]:
     return [one for one in (spec.position, spec.tokens) if one in inputs]
 
 
-def results_of(call: Call, spec: ModelSpec, want: Want, sizes: Mapping[str, int]) -> Results:
+def results_of(call: PlanCall, spec: ModelSpec, want: Want, sizes: Mapping[str, int]) -> Results:
     """Return the host arrays of what is wanted of a step."""
     asked: dict[Want, Sequence[TensorSpec]] = {Want.HIDDEN: (), Want.LOGITS: (spec.logits,), Want.TOPK: spec.best}
     wanted = (*spec.hidden, *asked[want], *spec.attention)

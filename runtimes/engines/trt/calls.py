@@ -6,7 +6,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from fatdeploy.runtimes.engines.trt.device import Bytes, Context, Device, Graph
+from fatdeploy.runtimes.engines.trt.device import Bytes, Context, Device, DeviceGraph
 from fatdeploy.runtimes.engines.trt.layout import HostArrays
 from fatdeploy.spec import TensorSpec
 
@@ -17,10 +17,10 @@ class Results:
 
     arrays: dict[str, NDArray[Any]]
     copies: list[tuple[Bytes, int]]
-    graphs: dict[int, Graph] = field(default_factory=dict)
+    graphs: dict[int, DeviceGraph] = field(default_factory=dict)
 
 
-class Call:
+class PlanCall:
     """Contexts of one plan for one shape, one for each role of the state; what they read and write stays in place."""
 
     def __init__(

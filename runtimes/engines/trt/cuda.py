@@ -15,7 +15,7 @@ from fatdeploy.plans import PlanRecord
 from fatdeploy.runtimes.doctor.cuda_driver import cuda_here
 from fatdeploy.runtimes.doctor.packages import CUDA_PYTHON, install_command, installed_versions
 from fatdeploy.runtimes.engines.trt.cuda_plans import CudaPlan, Errors
-from fatdeploy.runtimes.engines.trt.device import Bytes, Here, Strips
+from fatdeploy.runtimes.engines.trt.device import Bytes, GpuIdentity, Strips
 from fatdeploy.runtimes.engines.trt.modules import listening, logger_of, tensorrt_module
 from fatdeploy.targets import Flavour
 
@@ -25,7 +25,7 @@ log = logging.getLogger("fatdeploy")
 DEVICE = 0
 
 
-def opened_device(flavour: Flavour) -> "CudaDevice":
+def opened_device(flavour: Flavour) -> "TrtCudaDevice":
     """Return the GPU of this machine; whatever is missing for plans of a flavour is said at once, with what to type."""
     reasons: list[str] = []
     cuda = tensorrt = None
@@ -48,7 +48,7 @@ def opened_device(flavour: Flavour) -> "CudaDevice":
             in_one_line(f"plans of {flavour} cannot run here", reasons)
             + ". See what this machine can do: fatdeploy doctor; for its CPU: fatdeploy export SOURCE --out DIR"
         )
-    return CudaDevice(cuda, tensorrt, flavour)
+    return TrtCudaDevice(cuda, tensorrt, flavour)
 
 
 def _no_device(cuda: Any) -> str | None:
@@ -75,7 +75,7 @@ class Pinned:
         self._gone(self._address)
 
 
-class CudaDevice:
+class TrtCudaDevice:
     """One GPU and one stream of it."""
 
     def __init__(self, cuda: Any, tensorrt: Any, flavour: Flavour) -> None:
@@ -89,7 +89,7 @@ class CudaDevice:
         )
         name = self.called("cudaGetDeviceProperties", DEVICE).name
         name = name.decode(errors="replace").rstrip("\0") if isinstance(name, bytes) else str(name)
-        self.here = Here(name, flavour, tensorrt.__version__, f"{major}.{minor}")
+        self.here = GpuIdentity(name, flavour, tensorrt.__version__, f"{major}.{minor}")
         self.stream = self.called("cudaStreamCreateWithFlags", cuda.cudaStreamNonBlocking)
         self._errors = Errors()
         self._listening = ExitStack()
@@ -198,7 +198,7 @@ class CudaDevice:
 class CudaEvent:
     """An event of CUDA that measures no time."""
 
-    def __init__(self, device: CudaDevice, event: Any) -> None:
+    def __init__(self, device: TrtCudaDevice, event: Any) -> None:
         self._device, self._event = device, event
 
     def record(self) -> None:
@@ -221,7 +221,7 @@ class CudaTimedEvent(CudaEvent):
 class CudaGraph:
     """A CUDA graph that can be launched."""
 
-    def __init__(self, device: CudaDevice, graph: Any) -> None:
+    def __init__(self, device: TrtCudaDevice, graph: Any) -> None:
         self._device, self._graph = device, graph
 
     def launch(self) -> None:

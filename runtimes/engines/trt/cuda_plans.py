@@ -10,7 +10,7 @@ from fatdeploy.plans import PlanRecord
 from fatdeploy.runtimes.engines.trt.device import PlanTensor, Shape
 
 if TYPE_CHECKING:
-    from fatdeploy.runtimes.engines.trt.cuda import CudaDevice
+    from fatdeploy.runtimes.engines.trt.cuda import TrtCudaDevice
 
 log = logging.getLogger("fatdeploy")
 
@@ -46,7 +46,7 @@ class CudaPlan:
     """A plan in the memory of a GPU. Its contexts share the memory that they work in: they never run at once."""
 
     def __init__(
-        self, device: "CudaDevice", tensorrt: Any, runtime: Any, errors: Errors, path: Path, record: PlanRecord
+        self, device: "TrtCudaDevice", tensorrt: Any, runtime: Any, errors: Errors, path: Path, record: PlanRecord
     ) -> None:
         self._device, self._tensorrt, self._errors = device, tensorrt, errors
         self._name = record.file

@@ -19,7 +19,7 @@ ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
-class Here:
+class GpuIdentity:
     """What plans must have been built for, to run here."""
 
     name: str  # of the GPU
@@ -47,7 +47,7 @@ class PlanTensor:
     shape: Shape
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A place in the stream that a thread can wait for."""
 
     def record(self) -> None:
@@ -61,7 +61,7 @@ class Event(Protocol):
     def close(self) -> None: ...
 
 
-class TimedEvent(Event, Protocol):
+class TimedEvent(DeviceEvent, Protocol):
     """An event that knows when it was passed."""
 
     def seconds_since(self, earlier: Any) -> float:
@@ -69,7 +69,7 @@ class TimedEvent(Event, Protocol):
         ...
 
 
-class Graph(Protocol):
+class DeviceGraph(Protocol):
     """Work that was recorded, at the addresses that it had then."""
 
     def launch(self) -> None:
@@ -93,7 +93,7 @@ class Context(Protocol):
     def close(self) -> None: ...
 
 
-class Plan(Protocol):
+class DevicePlan(Protocol):
     """A plan that was loaded."""
 
     @property
@@ -122,11 +122,11 @@ class Plan(Protocol):
 class Device(Protocol):
     """One GPU and one stream. Whoever calls takes care that no two threads do so at once, but to wait for events.
 
-    Everything that is asked for happens in that order, and later; ``Event`` tells when.
+    Everything that is asked for happens in that order, and later; ``DeviceEvent`` tells when.
     """
 
     @property
-    def here(self) -> Here: ...
+    def here(self) -> GpuIdentity: ...
 
     def allocate(self, n_bytes: int) -> int:
         """Return the address of new memory, a multiple of ALIGNMENT; OutOfDeviceMemory if none is left."""
@@ -150,15 +150,15 @@ class Device(Protocol):
 
     def zero(self, address: int, n_bytes: int) -> None: ...
 
-    def event(self) -> Event: ...
+    def event(self) -> DeviceEvent: ...
 
     def timed_event(self) -> TimedEvent: ...
 
-    def load(self, path: Path, record: PlanRecord) -> Plan:
+    def load(self, path: Path, record: PlanRecord) -> DevicePlan:
         """Return a plan of a file; one that is damaged is a BundleError."""
         ...
 
-    def captured(self, work: Callable[[], None]) -> Graph:
+    def captured(self, work: Callable[[], None]) -> DeviceGraph:
         """Return what ``work`` asks for as a recording; nothing of it is done yet."""
         ...
 

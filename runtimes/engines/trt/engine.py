@@ -29,10 +29,10 @@ from fatdeploy.runtimes.engines.protocol import (
     released_state,
 )
 from fatdeploy.runtimes.engines.trt.bindings import bound_encoder, bound_step, results_of
-from fatdeploy.runtimes.engines.trt.calls import Call
+from fatdeploy.runtimes.engines.trt.calls import PlanCall
 from fatdeploy.runtimes.engines.trt.clock import DeviceClock
 from fatdeploy.runtimes.engines.trt.device import Device
-from fatdeploy.runtimes.engines.trt.memory import Held, HeldPool, HeldShape
+from fatdeploy.runtimes.engines.trt.memory import DecodeMemory, DecodeMemoryShape, HeldPool
 from fatdeploy.runtimes.engines.trt.plans import Opened, opened_plans
 from fatdeploy.runtimes.engines.trt.profile_choice import (
     chosen_profile,
@@ -52,7 +52,7 @@ Made = TypeVar("Made")
 class TrtState:
     """What a decode knows of its memory on the device; None when it was given back."""
 
-    held: Held | None
+    held: DecodeMemory | None
     capacity: Capacity
     batch: int
     rows: int
@@ -85,7 +85,7 @@ class TrtEngine:
         self.spec: ModelSpec = bundle.spec
         self.pool = HeldPool()
         self._lock = Lock()  # of those who ask the device for something
-        self._all: list[Held] = []
+        self._all: list[DecodeMemory] = []
         self._closed = False
         self._clock: DeviceClock | None = None
         inputs = self.spec.decoder_inputs(branches=False)
@@ -133,7 +133,7 @@ class TrtEngine:
         # Copies: a result is the engine's own until its next step.
         return joined([copied(self._step(part, state, held, want)) for part in parts])
 
-    def _step(self, tokens: Tokens, state: TrtState, held: Held, want: Want) -> StepOut:
+    def _step(self, tokens: Tokens, state: TrtState, held: DecodeMemory, want: Want) -> StepOut:
         """Make one call."""
         sizes = self._sizes(state, held, tokens.shape[1])
         with held.busy, self._named(held, "decoder", sizes):
@@ -217,18 +217,18 @@ class TrtEngine:
         if self._closed:
             raise ConfigError("this engine is closed: load the bundle again")
 
-    def _shape(self, batch: int, length: int, rows_per_source: int) -> HeldShape:
+    def _shape(self, batch: int, length: int, rows_per_source: int) -> DecodeMemoryShape:
         """Return for which sizes a decode gets memory; refuse what no profile takes before anything is allocated."""
         found = padded_sizes(self._profiles, batch, length, rows_per_source)
         if found is None:
             sizes = {"batch": batch, "source": length, "rows": batch * rows_per_source}
             raise no_profile(self._plans["decoder"].record, self._plans["decoder"].inputs, sizes)
         n_sources, padded = found
-        return HeldShape(n_sources, min(padded, self.spec.max_source), rows_per_source)
+        return DecodeMemoryShape(n_sources, min(padded, self.spec.max_source), rows_per_source)
 
-    def _memory(self, shape: HeldShape) -> Held:
+    def _memory(self, shape: DecodeMemoryShape) -> DecodeMemory:
         """Return memory for a decode, used one where there is some."""
-        found = self.pool.take(shape) or self._with_room(lambda: Held(self._device, self.spec, shape))
+        found = self.pool.take(shape) or self._with_room(lambda: DecodeMemory(self._device, self.spec, shape))
         self._all = [held for held in self._all if not held.closed and held is not found] + [found]
         return found
 
@@ -241,7 +241,7 @@ class TrtEngine:
                 raise
             return make()
 
-    def _encoded(self, held: Held, source: Tokens, mask: Mask) -> Floats | None:
+    def _encoded(self, held: DecodeMemory, source: Tokens, mask: Mask) -> Floats | None:
         """Run the encoder into a decode's memory, and return what its length head says."""
         sizes = {"batch": held.shape.batch, "source": held.shape.source}
         with held.busy, self._named(held, "encoder", sizes):
@@ -265,7 +265,7 @@ class TrtEngine:
             held.event.wait()
         return next((np.array(array[: len(source)]) for array in results.arrays.values()), None)
 
-    def _step_call(self, held: Held, sizes: Mapping[str, int]) -> Call:
+    def _step_call(self, held: DecodeMemory, sizes: Mapping[str, int]) -> PlanCall:
         """Return what is bound for steps of some sizes, the one that was used last at the end."""
         key = sizes["batch"], sizes["rows"], sizes["step"]
         call = held.calls.pop(key, None)
@@ -278,7 +278,7 @@ class TrtEngine:
     def _profile(self, part: Part, sizes: Mapping[str, int]) -> int:
         return chosen_profile(self._plans[part].record, self._plans[part].inputs, sizes)
 
-    def _sizes(self, state: TrtState, held: Held, steps: int) -> dict[str, int]:
+    def _sizes(self, state: TrtState, held: DecodeMemory, steps: int) -> dict[str, int]:
         return {
             "batch": state.device_batch,
             "rows": state.device_rows,
@@ -287,7 +287,7 @@ class TrtEngine:
             "capacity": self.spec.max_target,
         }
 
-    def _device_batch(self, state: TrtState, held: Held, each: int) -> int:
+    def _device_batch(self, state: TrtState, held: DecodeMemory, each: int) -> int:
         """Return how many sources the device computes from now on: half as many, again and again, not one fewer."""
         fewer = power_of_two(state.batch)
         if fewer >= state.device_batch:
@@ -305,7 +305,7 @@ class TrtEngine:
         return StepOut(hidden, mine.get(self.spec.logits.name), top_log_probs, top_ids, attention)
 
     @contextmanager
-    def _named(self, held: Held, part: Part, sizes: Mapping[str, int]) -> Iterator[None]:
+    def _named(self, held: DecodeMemory, part: Part, sizes: Mapping[str, int]) -> Iterator[None]:
         """Say of a failure on the device which plan, profile and sizes it had; the memory is not used again."""
         try:
             yield
@@ -317,7 +317,7 @@ class TrtEngine:
             raise type(error)(f"{record.file}, profile {profile} ({said}): {error}") from error
 
 
-def _held(state: TrtState) -> Held:
+def _held(state: TrtState) -> DecodeMemory:
     if state.held is None:
         raise released_state()
     return state.held

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from threading import Lock
 
 from fatdeploy.runtimes.engines.row_moves import SPARE, planned_moves
-from fatdeploy.runtimes.engines.trt.calls import Call
+from fatdeploy.runtimes.engines.trt.calls import PlanCall
 from fatdeploy.runtimes.engines.trt.device import Device, Strips
 from fatdeploy.runtimes.engines.trt.layout import ITEM_BYTES, Slab, n_bytes
 from fatdeploy.spec import ModelSpec, StateSpec
@@ -21,7 +21,7 @@ MOST_CALL_BYTES = 2**28
 
 
 @dataclass(frozen=True)
-class HeldShape:
+class DecodeMemoryShape:
     """What a decode's memory is allocated for: sources, their length, rows a source."""
 
     batch: int
@@ -34,13 +34,13 @@ class HeldShape:
         return {"batch": self.batch, "source": self.source, "rows": rows, "capacity": spec.max_target}
 
 
-class Held:
+class DecodeMemory:
     """Memory of one decode on the device, and the calls that are bound to it; other decodes of its shape get both.
 
     A cache has one place: a step reads it and writes it there. Recurrent state has two that change roles.
     """
 
-    def __init__(self, device: Device, spec: ModelSpec, shape: HeldShape) -> None:
+    def __init__(self, device: Device, spec: ModelSpec, shape: DecodeMemoryShape) -> None:
         self.device, self.spec, self.shape = device, spec, shape
         sizes = shape.sizes(spec)
         sources = (*spec.encoder_inputs(), *spec.encoder_outputs())
@@ -52,8 +52,8 @@ class Held:
         self.slab = Slab(device, parts | {"spare": max(self._row_bytes.values())})
         self.sources = {one.name: self.slab.place(one.name) for one in sources}
         self.state = [[self.slab.place(name) for name in _names(one)] for one in spec.state]
-        self.encoding: Call | None = None
-        self.calls: dict[tuple[int, int, int], Call] = {}
+        self.encoding: PlanCall | None = None
+        self.calls: dict[tuple[int, int, int], PlanCall] = {}
         self.busy = Lock()  # while a thread uses it: nobody frees it then
         self.spoilt = False  # a call failed: nobody knows what is left
         self.closed = False
@@ -122,17 +122,17 @@ class HeldPool:
     """Memory that waits for the next decode of its shape; the oldest is freed."""
 
     def __init__(self) -> None:
-        self._returned: deque[Held] = deque()
-        self._waiting: list[Held] = []
+        self._returned: deque[DecodeMemory] = deque()
+        self._waiting: list[DecodeMemory] = []
 
     def __len__(self) -> int:
         return len(self._returned) + len(self._waiting)
 
-    def give(self, held: Held) -> None:
+    def give(self, held: DecodeMemory) -> None:
         """Take memory back. Nothing is asked of the device: the garbage collector may be who gives, at any moment."""
         self._returned.append(held)
 
-    def take(self, shape: HeldShape) -> Held | None:
+    def take(self, shape: DecodeMemoryShape) -> DecodeMemory | None:
         """Return memory of this shape, if there is any."""
         self.settle()
         for index in reversed(range(len(self._waiting))):
@@ -140,7 +140,7 @@ class HeldPool:
                 return self._waiting.pop(index)
         return None
 
-    def settle(self, most: int = MOST_WAITING) -> list[Held]:
+    def settle(self, most: int = MOST_WAITING) -> list[DecodeMemory]:
         """Close what is spoilt and what waited longest; return what was closed."""
         while self._returned:
             self._waiting.append(self._returned.popleft())

@@ -7,7 +7,7 @@ from fatdeploy.bundle import Bundle, graph_hash
 from fatdeploy.errors import BackendUnavailable, BundleError, in_one_line
 from fatdeploy.manifest import GRAPHS
 from fatdeploy.plans import Part, PlanRecord, inputs_of, outputs_of, shapes_of
-from fatdeploy.runtimes.engines.trt.device import Device, Here, Plan, PlanTensor
+from fatdeploy.runtimes.engines.trt.device import Device, DevicePlan, GpuIdentity, PlanTensor
 from fatdeploy.spec import ModelSpec, TensorSpec
 
 
@@ -15,7 +15,7 @@ from fatdeploy.spec import ModelSpec, TensorSpec
 class Opened:
     """A plan that was loaded, and what it was built for."""
 
-    plan: Plan
+    plan: DevicePlan
     record: PlanRecord
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -35,7 +35,7 @@ def opened_plans(device: Device, bundle: Bundle) -> dict[Part, Opened]:
     return found
 
 
-def chosen_records(bundle: Bundle, here: Here) -> dict[Part, PlanRecord]:
+def chosen_records(bundle: Bundle, here: GpuIdentity) -> dict[Part, PlanRecord]:
     """Return the record of each part's plan that runs here."""
     chosen: dict[Part, PlanRecord] = {}
     reasons = []
@@ -56,7 +56,7 @@ def chosen_records(bundle: Bundle, here: Here) -> dict[Part, PlanRecord]:
     return chosen
 
 
-def _misfit(bundle: Bundle, record: PlanRecord, here: Here) -> str:
+def _misfit(bundle: Bundle, record: PlanRecord, here: GpuIdentity) -> str:
     """Return what a plan was built for, as far as it is not what is here."""
     wrong = []
     # Engines alone, without the graphs, were built from what nobody can look at any more.
@@ -70,7 +70,7 @@ def _misfit(bundle: Bundle, record: PlanRecord, here: Here) -> str:
     return " and ".join(wrong)
 
 
-def _described(here: Here) -> str:
+def _described(here: GpuIdentity) -> str:
     return f"{here.flavour} {here.version} on {here.name} (compute capability {here.compute_capability})"
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fatdeploy.export.models.eager import EagerEngine
-from fatdeploy.export.models.exportable import Choices, flat_model
+from fatdeploy.export.models.exportable import Choices, exportable_model
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.presets import PRESETS
 from fatdeploy.export.reference.weights import model_from_preset
@@ -31,7 +31,7 @@ CASES: list[Any] = [
 def test_a_larger_model_gives_the_references_tokens(preset: str, dialect: Dialect, tmp_path: Path) -> None:
     model = model_from_preset(preset)
     bundle = write_bundle(
-        flat_model(model, LIMITS), tmp_path / "bundle", origin=Origin(name=preset), target=TARGETS[dialect]
+        exportable_model(model, LIMITS), tmp_path / "bundle", origin=Origin(name=preset), target=TARGETS[dialect]
     )
     engine, reference = OrtEngine(bundle), EagerEngine(model)
     draw = np.random.default_rng(5)

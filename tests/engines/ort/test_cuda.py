@@ -18,7 +18,7 @@ from fatdeploy.export import pipeline
 from fatdeploy.export.graph_files import graphs_of, read_structure
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.proof.cuda_ops import cuda_record, decoder_seams
-from fatdeploy.export.quantize.quantizer import Asked
+from fatdeploy.export.quantize.quantizer import QuantizeRequest
 from fatdeploy.export.tracing.dialect_ort_cuda import CudaHalfSeams
 from fatdeploy.manifest import DECODER, ENCODER, PARITY, PROBES
 from fatdeploy.runtimes.decoding.loop import decode
@@ -148,7 +148,7 @@ def test_an_op_without_a_cuda_kernel_is_named(tmp_path: Path) -> None:
     ("choices", "reason"),
     [
         ({"precision": "bf16"}, "takes fp32 or fp16, found bf16.*--target onnx"),
-        ({"precision": Asked(precision="int8")}, "takes fp32 or fp16, found int8.*--target ort-cpu"),
+        ({"precision": QuantizeRequest(precision="int8")}, "takes fp32 or fp16, found int8.*--target ort-cpu"),
     ],
     ids=str,
 )

@@ -12,7 +12,7 @@ from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.doctor.cuda_driver import cuda_here
-from fatdeploy.runtimes.engines.ort.device_memory import CudaDevice
+from fatdeploy.runtimes.engines.ort.device_memory import OrtCudaDevice
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.engines.ort.row_graphs import ROWS, gathered_name, row_graph, shape_name, zero_graph
 from fatdeploy.runtimes.engines.protocol import Capacity, Want
@@ -186,7 +186,7 @@ def test_a_device_that_is_not_here_and_one_without_memory_are_errors_of_ours() -
     with pytest.raises(
         BackendUnavailable, match=r"the GPU gives no 4,096 bytes for an array \[32, 32\] .*batch_tokens"
     ):
-        CudaDevice(onnxruntime).empty("float32", (32, 32))
+        OrtCudaDevice(onnxruntime).empty("float32", (32, 32))
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from fatdeploy.bundle import write_manifest
 from fatdeploy.errors import BundleError, ExportFailed, SpecMismatch
 from fatdeploy.export.graph_files import graphs_of
 from fatdeploy.export.models.eager import EagerEngine
-from fatdeploy.export.models.exportable import flat_model
+from fatdeploy.export.models.exportable import exportable_model
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.presets import PRESETS
 from fatdeploy.export.tracing.trace import traced_encoder
@@ -183,6 +183,6 @@ def test_a_graph_that_torch_cannot_trace_is_one_line_of_ours(monkeypatch: pytest
     model = tiny({})
     monkeypatch.setattr(model, "encode", lambda source, mask: len(source.tolist()) and undefined)  # type: ignore[name-defined] # noqa: F821
     with pytest.raises(ExportFailed, match="torch could not trace the model"):
-        traced_encoder(flat_model(model), "ort", tmp_path / ENCODER)
+        traced_encoder(exportable_model(model), "ort", tmp_path / ENCODER)
     # It is kept away while torch traces, and must come back.
     assert gc.isenabled()

@@ -22,7 +22,7 @@ from fatdeploy.bundle import Bundle, graph_hash, read_bundle, write_manifest
 from fatdeploy.cli import main
 from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, ExportFailed, SpecMismatch
 from fatdeploy.export.graph_files import read_structure, write_structure
-from fatdeploy.export.models.exportable import Choices, flat_model
+from fatdeploy.export.models.exportable import Choices, exportable_model
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.presets import PRESETS
 from fatdeploy.export.reference.weights import model_from_preset
@@ -35,7 +35,7 @@ from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.engines.output_matrix import stored_output_rows
 from fatdeploy.runtimes.engines.trt import modules as trt_modules
 from fatdeploy.runtimes.engines.trt.build import build as trt_build
-from fatdeploy.runtimes.engines.trt.build.build import Asked, TimingCache, build_engines, planned
+from fatdeploy.runtimes.engines.trt.build.build import BuildRequest, TimingCache, build_engines, planned
 from fatdeploy.runtimes.engines.trt.build.log import BuildLog
 from fatdeploy.runtimes.engines.trt.build.profiles import check_shapes, profiles_from_text, profiles_of, shapes_by_input
 from fatdeploy.runtimes.engines.trt.modules import heard, listening, logger_of, tensorrt_module
@@ -44,7 +44,7 @@ from tests.support.bundles import bundle_of, half_of, model_of
 
 ROOT = Path(__file__).parents[3]
 GPUS = ("8.6", "8.9", "12.0")
-RTX = Asked(flavour="tensorrt-rtx", capabilities=GPUS)
+RTX = BuildRequest(flavour="tensorrt-rtx", capabilities=GPUS)
 VERSION = tensorrt_module("tensorrt-rtx").__version__
 NO_GPU = "there is no GPU here"
 
@@ -59,7 +59,7 @@ def copied(bundle: Bundle, folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def built(folder: Path, asked: Asked = RTX, *, keep_onnx: bool = True) -> Bundle:
+def built(folder: Path, asked: BuildRequest = RTX, *, keep_onnx: bool = True) -> Bundle:
     return build_engines(folder, asked, stage=lambda _: None, keep_onnx=keep_onnx)
 
 
@@ -103,7 +103,7 @@ def test_engines_are_built_for_three_kinds_of_gpus_at_once(bundle: Callable[[], 
 
 def test_several_profiles_are_built_into_one_engine(fat: Path, caplog: pytest.LogCaptureFixture) -> None:
     profiles = profiles_from_text(["batch=1,source=1:8:16", "batch=2:4,rows=2:4:16,step=1:2"])
-    after = built(fat, Asked(flavour="tensorrt-rtx", capabilities=("8.9",), profiles=profiles))
+    after = built(fat, BuildRequest(flavour="tensorrt-rtx", capabilities=("8.9",), profiles=profiles))
     for one in after.manifest.plans:
         assert one.file == f"engines/{one.part}-tensorrt-rtx-{VERSION}-sm89.plan"
         first, second = one.profiles
@@ -123,9 +123,9 @@ def test_several_profiles_are_built_into_one_engine(fat: Path, caplog: pytest.Lo
 
 
 def test_engines_of_other_gpus_stay_when_more_are_built(fat: Path) -> None:
-    built(fat, Asked(flavour="tensorrt-rtx", capabilities=("8.6",)))
+    built(fat, BuildRequest(flavour="tensorrt-rtx", capabilities=("8.6",)))
     first = contents(fat)
-    after = built(fat, Asked(flavour="tensorrt-rtx", capabilities=("8.9",)))
+    after = built(fat, BuildRequest(flavour="tensorrt-rtx", capabilities=("8.9",)))
     assert [(one.part, one.compute_capabilities) for one in after.manifest.plans] == [
         ("encoder", ("8.6",)),
         ("decoder", ("8.6",)),
@@ -350,25 +350,27 @@ def test_tensorrt_without_a_gpu_is_refused_before_its_module_is_imported(
     with pytest.raises(
         BackendUnavailable, match=rf"{NO_GPU} \(.*\): engines of TensorRT are built on the GPU that runs"
     ):
-        built(fat, Asked(flavour="tensorrt"))
+        built(fat, BuildRequest(flavour="tensorrt"))
 
 
 @without_gpu
 def test_rtx_without_a_gpu_asks_which_one() -> None:
     with pytest.raises(BackendUnavailable, match=rf"{NO_GPU} \(.*\): say --compute-capability, such as 8.6"):
-        planned(Asked(flavour="tensorrt-rtx"), model_of("fat-tiny").spec)
+        planned(BuildRequest(flavour="tensorrt-rtx"), model_of("fat-tiny").spec)
 
 
 def test_with_a_gpu_engines_are_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = model_of("fat-tiny").spec
     monkeypatch.setattr(trt_build, "cuda_here", lambda: Cuda("13.0", (CudaDevice(0, "a GPU", (8, 9), 1),)))
-    rtx = planned(Asked(flavour="tensorrt-rtx"), spec)
+    rtx = planned(BuildRequest(flavour="tensorrt-rtx"), spec)
     assert (rtx.capabilities, rtx.runs_here) == (("8.9",), True)
-    assert not planned(Asked(flavour="tensorrt-rtx", capabilities=("8.6",)), spec).runs_here
+    assert not planned(BuildRequest(flavour="tensorrt-rtx", capabilities=("8.6",)), spec).runs_here
     monkeypatch.setattr(trt_build, "tensorrt_module", tensorrt_of("11.4.0"))
-    assert planned(Asked(flavour="tensorrt"), spec).file("decoder") == "engines/decoder-tensorrt-11.4.0-sm89.plan"
+    assert (
+        planned(BuildRequest(flavour="tensorrt"), spec).file("decoder") == "engines/decoder-tensorrt-11.4.0-sm89.plan"
+    )
     with pytest.raises(ConfigError, match=r"of compute capability 8\.9, not for 8\.6; tensorrt-rtx builds for others"):
-        planned(Asked(flavour="tensorrt", capabilities=("8.6",)), spec)
+        planned(BuildRequest(flavour="tensorrt", capabilities=("8.6",)), spec)
 
 
 def tensorrt_of(version: str) -> Callable[[Flavour], Any]:
@@ -553,7 +555,7 @@ EVERY = [(f"{preset}-{size}", "fp16") for size in ("tiny", "small") for preset i
 @pytest.mark.parametrize(("preset", "precision"), EVERY)
 def test_every_preset_becomes_engines(preset: str, precision: Precision, tmp_path: Path) -> None:
     bundle = write_bundle(
-        flat_model(model_from_preset(preset), Choices(max_source=64, max_target=64)),
+        exportable_model(model_from_preset(preset), Choices(max_source=64, max_target=64)),
         tmp_path / "bundle",
         origin=Origin(name=preset, random=True),
         target="onnx",

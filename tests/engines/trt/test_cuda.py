@@ -17,7 +17,7 @@ from fatdeploy.bundle import write_manifest
 from fatdeploy.cli import main
 from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, DeviceFailed, OutOfDeviceMemory
 from fatdeploy.runtimes.bench.plan import Setting, Turn
-from fatdeploy.runtimes.bench.turn import taken
+from fatdeploy.runtimes.bench.turn import measure_turn
 from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.doctor.cuda_driver import cuda_here
@@ -86,7 +86,7 @@ def test_a_turn_of_the_bench_checks_and_times_plans(install: Install) -> None:
         decoder_bytes=10_000,
         thorough=True,
     )
-    result = taken(turn)
+    result = measure_turn(turn)
     assert result["onnxruntime"] is None
     assert result["fidelity"]["same"] == result["fidelity"]["tokens"] > 100
     assert [len(one["times"]) for one in result["settings"]] == [2, 2]

@@ -23,10 +23,10 @@ from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.engines.protocol import Capacity, Want
-from fatdeploy.runtimes.engines.trt.build.build import Asked, build_engines
-from fatdeploy.runtimes.engines.trt.device import Here, Strips
+from fatdeploy.runtimes.engines.trt.build.build import BuildRequest, build_engines
+from fatdeploy.runtimes.engines.trt.device import GpuIdentity, Strips
 from fatdeploy.runtimes.engines.trt.engine import TrtEngine, TrtState
-from fatdeploy.runtimes.engines.trt.memory import MOST_WAITING, Held, HeldShape, written_strips
+from fatdeploy.runtimes.engines.trt.memory import MOST_WAITING, DecodeMemory, DecodeMemoryShape, written_strips
 from fatdeploy.runtimes.proof.probes import read_probes, verified
 from fatdeploy.spec import cache_specs, recurrent_specs
 from tests.support.bundles import bundle_of, half_of
@@ -305,11 +305,11 @@ def test_what_a_build_writes_is_what_the_engine_reads(tmp_path: Path, monkeypatc
     half = half_of("transformer-tiny")
     shutil.copytree(half.path, tmp_path / "bundle")
     write_manifest(tmp_path / "bundle", replace(half.manifest, target="tensorrt-rtx"))
-    asked = Asked(flavour="tensorrt-rtx", capabilities=("8.6",), profiles=({}, {"batch": ONE, "rows": UP_TO_4}))
+    asked = BuildRequest(flavour="tensorrt-rtx", capabilities=("8.6",), profiles=({}, {"batch": ONE, "rows": UP_TO_4}))
     bundle = build_engines(tmp_path / "bundle", asked, stage=lambda said: None)
     # Plans are real, and only a GPU can load them: their records, sizes and names are what is tried here.
     monkeypatch.setattr(CpuDevice, "load", lambda device, path, record: CpuPlan(device, record))
-    device = CpuDevice(bundle, Here("test GPU", "tensorrt-rtx", rtx.__version__, "8.6"))
+    device = CpuDevice(bundle, GpuIdentity("test GPU", "tensorrt-rtx", rtx.__version__, "8.6"))
     engine, reference = TrtEngine(bundle, device), OrtEngine(half, threads=1)
     for sources in ([[5, 6, 7]], [[8] * 20, [9]]):
         found, expected = (decode(one, sources, BEAMS) for one in (engine, reference))
@@ -322,7 +322,7 @@ def test_what_a_build_writes_is_what_the_engine_reads(tmp_path: Path, monkeypatc
 def test_of_a_model_with_both_kinds_of_state_only_sums_change_places() -> None:
     spec = replace(plans_of("transformer-tiny").spec, state=(*cache_specs(0, 2, 16), *recurrent_specs(1, 2, 4, 16)))
     device = CpuDevice(plans_of("transformer-tiny"))
-    held = Held(device, spec, HeldShape(batch=2, source=16, rows_per_source=2))
+    held = DecodeMemory(device, spec, DecodeMemoryShape(batch=2, source=16, rows_per_source=2))
     assert [len(each) for each in held.state] == [1, 1, 2, 2]
     assert held.n_sets == 2
     (first, second), (third, fourth) = held.places(0), held.places(1)

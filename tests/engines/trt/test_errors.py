@@ -12,7 +12,7 @@ from fatdeploy.errors import BackendUnavailable, BundleError, DeviceFailed, OutO
 from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.engines.protocol import Capacity, Want
-from fatdeploy.runtimes.engines.trt.device import Here, PlanTensor
+from fatdeploy.runtimes.engines.trt.device import GpuIdentity, PlanTensor
 from fatdeploy.runtimes.engines.trt.engine import TrtEngine
 from tests.support.bundles import bundle_of
 from tests.support.devices.cpu import HERE, CpuDevice, CpuPlan, plans_of, ranges, trt_engine, with_plans
@@ -21,7 +21,7 @@ SOURCE, MASK = np.array([[5, 6, 7], [8, 9, 4]]), np.ones((2, 3), bool)
 BEAMS = DecodeOptions(num_beams=3, max_new_tokens=12)
 
 
-def refused(bundle: Bundle, here: Here = HERE) -> str:
+def refused(bundle: Bundle, here: GpuIdentity = HERE) -> str:
     """Return what is said when an engine cannot be opened; nothing of it may stay."""
     device = CpuDevice(bundle, here)
     with pytest.raises((BackendUnavailable, BundleError)) as caught:

@@ -17,7 +17,7 @@ from fatdeploy.runtimes.doctor.cuda_driver import cuda_here
 from fatdeploy.runtimes.engines.opening import opened_engine
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.engines.protocol import Capacity, Want
-from fatdeploy.runtimes.engines.trt.build.build import Asked, build_engines
+from fatdeploy.runtimes.engines.trt.build.build import BuildRequest, build_engines
 from fatdeploy.runtimes.engines.trt.modules import BUILDERS
 from fatdeploy.runtimes.proof.probes import read_probes, verified
 from fatdeploy.targets import Flavour
@@ -42,7 +42,7 @@ def built(preset: str, flavour: Flavour) -> Bundle:
     def write(folder: Path) -> None:
         shutil.copytree(standard.path, folder)
         write_manifest(folder, replace(standard.manifest, target=flavour))
-        build_engines(folder, Asked(flavour=flavour), stage=print)
+        build_engines(folder, BuildRequest(flavour=flavour), stage=print)
 
     return shared_bundle(f"{preset}-{flavour}", write)
 

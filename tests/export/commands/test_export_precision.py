@@ -17,14 +17,14 @@ from fatdeploy.errors import ConfigError
 from fatdeploy.export.commands.export import export
 from fatdeploy.export.commands.export_options import precision_of, precisions_from_text
 from fatdeploy.export.models.eager import EagerEngine
-from fatdeploy.export.models.exportable import Choices, flat_model
+from fatdeploy.export.models.exportable import Choices, exportable_model
 from fatdeploy.export.quantize.gate import Bar
-from fatdeploy.export.quantize.quantizer import Asked
+from fatdeploy.export.quantize.quantizer import QuantizeRequest
 from fatdeploy.export.reference.checkpoint import save_checkpoint
 from fatdeploy.machine import this_machine
 from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
-from fatdeploy.runtimes.engines.ort.engine import WHOLE, OrtEngine
+from fatdeploy.runtimes.engines.ort.engine import SOURCE_MULTIPLE, OrtEngine
 from fatdeploy.runtimes.engines.protocol import Capacity, Want
 from fatdeploy.runtimes.evaluation.metrics import METRICS
 from fatdeploy.runtimes.proof.gate import cpu_class
@@ -240,10 +240,12 @@ def test_inspect_refuses_a_certificate_that_says_half_of_it(copied: Bundle, dama
 
 def test_alignments_have_the_width_of_the_source_however_far_it_is_padded() -> None:
     bundle, _ = exported()
-    assert MOST % WHOLE
+    assert MOST % SOURCE_MULTIPLE
     engine, draw = OrtEngine(bundle), np.random.default_rng(0)
-    reference = EagerEngine(flat_model(model_of(TINY), Choices(attention_layer=1, max_source=MOST, max_target=40)))
-    for length in [*range(1, 2 * WHOLE + 2), 3, MOST - 1, MOST]:
+    reference = EagerEngine(
+        exportable_model(model_of(TINY), Choices(attention_layer=1, max_source=MOST, max_target=40))
+    )
+    for length in [*range(1, 2 * SOURCE_MULTIPLE + 2), 3, MOST - 1, MOST]:
         source = draw.integers(3, 64, (2, length))
         mask = np.ones_like(source, bool)
         mask[1, (length + 1) // 2 :] = False
@@ -358,10 +360,12 @@ def test_a_cpu_that_does_not_exist_is_a_usage_error(tmp_path: Path) -> None:
 
 def test_options_become_what_is_asked() -> None:
     assert precision_of(PLAIN) == "fp32"
-    assert precision_of({**PLAIN, "precision": "int8"}) == Asked(precision="int8", cpu="any", of={}, bar=Bar(0.99, 0.3))
+    assert precision_of({**PLAIN, "precision": "int8"}) == QuantizeRequest(
+        precision="int8", cpu="any", of={}, bar=Bar(0.99, 0.3)
+    )
     given = {"precision": "int4", "cpu": "arm64", "recover": True, "min_agreement": 0.9, "max_loss": 1.5}
     given |= {"metric": "bleu"}
-    assert precision_of({**PLAIN, **given, "precision_of": ("output=int8",)}) == Asked(
+    assert precision_of({**PLAIN, **given, "precision_of": ("output=int8",)}) == QuantizeRequest(
         precision="int4", cpu="arm64", of={"output": "int8"}, recover=True, bar=Bar(0.9, 1.5), metric="bleu"
     )
 

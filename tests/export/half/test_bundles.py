@@ -17,7 +17,7 @@ from fatdeploy.cli import main
 from fatdeploy.errors import BackendUnavailable, ConfigError, ParityFailed
 from fatdeploy.export.g2p import NAME
 from fatdeploy.export.models.eager import EagerEngine, EagerState
-from fatdeploy.export.models.exportable import flat_model
+from fatdeploy.export.models.exportable import exportable_model
 from fatdeploy.export.models.loading import model_from_source
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.proof.certify_half import LEAST_AGREEMENT, half_parity
@@ -173,7 +173,7 @@ def test_another_model_is_no_half_of_a_trained_one() -> None:
     with pytest.raises(
         ParityFailed, match=r"tokens \(.*%\) are the reference's, a trained model must have at least 99.5%"
     ):
-        half_parity(other, flat_model(model_of("fat-tiny")), probes[:1], LEAST_AGREEMENT)
+        half_parity(other, exportable_model(model_of("fat-tiny")), probes[:1], LEAST_AGREEMENT)
 
 
 class Overflowing(EagerEngine):
@@ -187,12 +187,12 @@ class Overflowing(EagerEngine):
 def test_a_logit_that_is_no_number_is_told_with_its_place() -> None:
     probes, model = read_probes(half_of("fat-tiny").file(PROBES)), model_of("fat-tiny")
     with pytest.raises(ParityFailed, match="probe 0, row 0, step 2: a logit is infinite or not a number"):
-        half_parity(Overflowing(model), flat_model(model), probes[:1], None)
+        half_parity(Overflowing(model), exportable_model(model), probes[:1], None)
 
 
 def test_the_reference_is_all_its_own() -> None:
     probes, model = read_probes(half_of("fat-tiny").file(PROBES)), model_of("fat-tiny")
-    parity = half_parity(EagerEngine(model), flat_model(model), probes[:2], 1.0)
+    parity = half_parity(EagerEngine(model), exportable_model(model), probes[:2], 1.0)
     assert (parity.same, parity.tokens, parity.rows) == (4 * 48, 4 * 48, 4)
     assert parity.largest_difference_alone < 1e-4
 

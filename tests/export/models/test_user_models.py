@@ -17,7 +17,7 @@ from fatdeploy.bundle import Bundle
 from fatdeploy.cli import main
 from fatdeploy.errors import ConfigError, ExportFailed, SpecMismatch
 from fatdeploy.export.models.eager import EagerEngine
-from fatdeploy.export.models.exportable import flat_model
+from fatdeploy.export.models.exportable import exportable_model
 from fatdeploy.export.models.user_models import check_own_model
 from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
@@ -136,7 +136,7 @@ def test_everything_that_a_model_lacks_is_said_at_once() -> None:
         reasons = [*["it must be a torch.nn.Module"] * (not isinstance(model, nn.Module)), *reasons]
         reasons += ["it has no method forward"] * (not isinstance(model, nn.Linear))
         with pytest.raises(ConfigError, match="not a model that can be exported") as caught:
-            flat_model(model)
+            exportable_model(model)
         found = str(caught.value).partition(": ")[2].split("; ")
         assert [re.split(r",| \(", reason)[0] for reason in found] == reasons
 
@@ -181,7 +181,7 @@ def step_result(change: Callable[[Tensor, Tensor, Any], tuple[Tensor, tuple[Tens
 )
 def test_a_model_that_is_not_what_its_spec_says_is_refused(model: Callable[[], nn.Module], reason: str) -> None:
     with pytest.raises(ExportFailed, match=f"^the model is not what its spec says: {reason}$"):
-        check_own_model(flat_model(model()))
+        check_own_model(exportable_model(model()))
 
 
 def test_memory_and_state_that_are_both_wrong_are_said_at_once() -> None:
@@ -190,7 +190,7 @@ def test_memory_and_state_that_are_both_wrong_are_said_at_once() -> None:
     with pytest.raises(
         ExportFailed, match=r"encode returned 1 tensors, the spec describes 0; start returned 1 tensors"
     ):
-        check_own_model(flat_model(model))
+        check_own_model(exportable_model(model))
 
 
 def test_steps_that_forget_what_came_before_are_named_with_their_position() -> None:
@@ -199,16 +199,16 @@ def test_steps_that_forget_what_came_before_are_named_with_their_position() -> N
         return logits, (sums if int(state.position) != 1 else torch.zeros_like(sums),)
 
     with pytest.raises(ExportFailed, match=r"step and forward disagree at position 2 by .* more than 1\.\de-05"):
-        check_own_model(flat_model(step_result(forgetful)))
+        check_own_model(exportable_model(step_result(forgetful)))
 
 
 def test_a_nan_is_no_agreement() -> None:
     model = step_result(lambda logits, sums, _: (logits * torch.nan, (sums,)))
     with pytest.raises(ExportFailed, match="step and forward disagree at position 0 by nan"):
-        check_own_model(flat_model(model))
+        check_own_model(exportable_model(model))
 
 
 def test_a_model_of_short_targets_is_checked_as_far_as_it_goes() -> None:
     model = build()
     model.spec = replace(model.spec, max_source=1, max_target=1)
-    check_own_model(flat_model(model))
+    check_own_model(exportable_model(model))

@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from fatdeploy.export.quantize.calibrate import BATCH, Said, activations_of, unpadded_batches
+from fatdeploy.export.quantize.calibrate import BATCH, CalibrationRow, activations_of, unpadded_batches
 from fatdeploy.manifest import DECODER, ENCODER
 from tests.support.bundles import bundle_of
 
 
-def said(source: int, target: int) -> Said:
+def said(source: int, target: int) -> CalibrationRow:
     draw = np.random.default_rng([source, target])
-    return Said(draw.integers(3, 64, source), draw.integers(3, 64, target))
+    return CalibrationRow(draw.integers(3, 64, source), draw.integers(3, 64, target))
 
 
 def test_sources_of_a_batch_and_their_targets_are_of_one_length() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fatdeploy.export.quantize.integers import (
-    Range,
+    ValueRange,
     best_blocks,
     best_range,
     blocks_from_matrix,
@@ -99,13 +99,13 @@ def test_a_block_of_zeros_stays_zero() -> None:
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
     [
-        (0, 25.5, Range(float(np.float32(0.1)), 0)),
-        (-12.8, 12.7, Range(float(np.float32(25.5 / 255)), 128)),
-        (-25.5, -1, Range(float(np.float32(0.1)), 255)),
-        (0, 0, Range(1.0, 0)),
+        (0, 25.5, ValueRange(float(np.float32(0.1)), 0)),
+        (-12.8, 12.7, ValueRange(float(np.float32(25.5 / 255)), 128)),
+        (-25.5, -1, ValueRange(float(np.float32(0.1)), 255)),
+        (0, 0, ValueRange(1.0, 0)),
     ],
 )
-def test_a_range_holds_both_ends_and_zero(low: float, high: float, expected: Range) -> None:
+def test_a_range_holds_both_ends_and_zero(low: float, high: float, expected: ValueRange) -> None:
     found = range_from_ends(low, high)
     assert (round(found.scale, 6), found.zero) == (round(expected.scale, 6), expected.zero)
     assert found.restored(np.zeros(1, np.float32)).tolist() == [0.0]

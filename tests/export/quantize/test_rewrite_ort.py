@@ -16,14 +16,14 @@ from fatdeploy.bundle import Bundle, read_bundle
 from fatdeploy.errors import ConfigError, ExportFailed, ParityFailed
 from fatdeploy.export.graph_files import graphs_of, op_histogram, read_structure
 from fatdeploy.export.models.eager import EagerEngine
-from fatdeploy.export.models.exportable import flat_model
+from fatdeploy.export.models.exportable import exportable_model
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.quantize import quantizer as precision
 from fatdeploy.export.quantize import rewrite_ort as quantize
 from fatdeploy.export.quantize.calibrate import exposed
-from fatdeploy.export.quantize.integers import Range, blocks_from_matrix, columns_from_matrix
+from fatdeploy.export.quantize.integers import ValueRange, blocks_from_matrix, columns_from_matrix
 from fatdeploy.export.quantize.matrices import Product, products_of, tensor_from_array
-from fatdeploy.export.quantize.quantizer import Asked, matrices_of, precisions_of
+from fatdeploy.export.quantize.quantizer import QuantizeRequest, matrices_of, precisions_of
 from fatdeploy.export.quantize.rewrite_ort import MatrixRecipe, Recipe, quantized
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.presets import PRESETS
@@ -75,7 +75,7 @@ def as_integers(graph: Path, recipe: MatrixRecipe, bits: int = 7) -> Path:
 
 @pytest.mark.parametrize("bits", [7, 8])
 def test_a_static_product_is_exact_integer_arithmetic(tmp_path: Path, bits: int) -> None:
-    chosen, x = Range(0.03, 120), DRAW.standard_normal((5, K)).astype(np.float32)
+    chosen, x = ValueRange(0.03, 120), DRAW.standard_normal((5, K)).astype(np.float32)
     new = as_integers(small_product(tmp_path), MatrixRecipe("int8", chosen), bits)
     expected = chosen.restored(x).astype(np.float64) @ columns_from_matrix(WEIGHT, bits).restored() + BIAS
     np.testing.assert_allclose(run(new, x), expected, atol=1e-5)
@@ -92,13 +92,13 @@ def test_a_product_by_row_gives_every_row_a_scale_of_its_own(tmp_path: Path) -> 
 
 
 def test_one_scale_for_a_whole_batch_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def whole(self: Any, product: Product, chosen: Range, bias: str, output: str) -> list[onnx.NodeProto]:
+    def whole(self: Any, product: Product, chosen: ValueRange, bias: str, output: str) -> list[onnx.NodeProto]:
         values, scales = self._columns(product)
         given = [product.activation, values, scales, "", bias]
         return [helper.make_node("DynamicQuantizeMatMul", given, [output], domain=quantize.CONTRIB)]
 
-    monkeypatch.setattr(quantize._Rewrite, "_in_range", whole)
-    quantizer = quantizer_of("transformer-tiny", Asked(precision="int8"))
+    monkeypatch.setattr(quantize._OrtRewrite, "_in_range", whole)
+    quantizer = quantizer_of("transformer-tiny", QuantizeRequest(precision="int8"))
     with pytest.raises(ParityFailed, match=r"of a batch of 8 gets logits that differ .*: a row depends on its batch"):
         quantizer.written(tmp_path, enforced=False)
     # It was built, it runs, and alone it is as good as the other forms: nothing but its rows is wrong with it.
@@ -169,7 +169,9 @@ def narrow() -> tuple[Bundle, ReferenceModel]:
 
 def test_a_model_whose_width_is_no_multiple_of_a_block_is_quantized_to_4_bits(tmp_path: Path) -> None:
     plain, model = narrow()
-    judged = quantizer_from(plain, flat_model(model), Asked(precision="int4")).written(tmp_path, enforced=False)
+    judged = quantizer_from(plain, exportable_model(model), QuantizeRequest(precision="int4")).written(
+        tmp_path, enforced=False
+    )
     assert judged.quantization.matrices["output"] == judged.quantization.matrices["embedding"] == "int4"
     assert op_histogram(tmp_path / ENCODER)["Slice"] > op_histogram(plain.path / ENCODER).get("Slice", 0)
     assert judged.judgement.agreement.share > 0.5
@@ -177,7 +179,9 @@ def test_a_model_whose_width_is_no_multiple_of_a_block_is_quantized_to_4_bits(tm
 
 def test_an_activation_that_no_range_serves_gets_a_scale_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, model = narrow()
-    judged = quantizer_from(plain, flat_model(model), Asked(precision="int8")).written(tmp_path, enforced=False)
+    judged = quantizer_from(plain, exportable_model(model), QuantizeRequest(precision="int8")).written(
+        tmp_path, enforced=False
+    )
     found = judged.quantization.matrices
     assert {name for name, kind in found.items() if kind == "int8 by row"} == {"decoder.layers.0.ffn.out"}
     assert {found[name] for name in found.keys() - {"decoder.layers.0.ffn.out", "embedding"}} == {"int8 static"}
@@ -186,8 +190,8 @@ def test_an_activation_that_no_range_serves_gets_a_scale_a_row(tmp_path: Path, m
     errors = []
     for most, kind in ((precision.MOST_NOISE, "int8 by row"), (1.0, "int8 static")):
         monkeypatch.setattr(precision, "MOST_NOISE", most)
-        asked = Asked(precision="int8", of={"*": "fp32", "decoder.layers.0.ffn.out": "int8"})
-        alone = quantizer_from(plain, flat_model(model), asked).written(tmp_path, enforced=False)
+        asked = QuantizeRequest(precision="int8", of={"*": "fp32", "decoder.layers.0.ffn.out": "int8"})
+        alone = quantizer_from(plain, exportable_model(model), asked).written(tmp_path, enforced=False)
         assert alone.quantization.matrices["decoder.layers.0.ffn.out"] == kind
         errors.append(alone.judgement.median_error)
     assert errors[1] > 5 * errors[0]
@@ -200,11 +204,11 @@ def test_a_relu_before_integers_without_a_sign_is_left_out(tmp_path: Path) -> No
     ]
     graph = graph_of(nodes, tmp_path, w=WEIGHT)
     x = DRAW.standard_normal((3, K)).astype(np.float32)
-    new = as_integers(graph, MatrixRecipe("int8", Range(0.02, 0)))
+    new = as_integers(graph, MatrixRecipe("int8", ValueRange(0.02, 0)))
     assert op_histogram(new) == {"MatMulIntegerToFloat": 1, "QuantizeLinear": 1}
-    expected = Range(0.02, 0).restored(np.maximum(x, 0)) @ columns_from_matrix(WEIGHT, 7).restored()
+    expected = ValueRange(0.02, 0).restored(np.maximum(x, 0)) @ columns_from_matrix(WEIGHT, 7).restored()
     np.testing.assert_allclose(run(new, x), expected, atol=1e-5)
-    with_sign = as_integers(graph, MatrixRecipe("int8", Range(0.02, 3)))
+    with_sign = as_integers(graph, MatrixRecipe("int8", ValueRange(0.02, 3)))
     assert op_histogram(with_sign)["Relu"] == 1
 
 
@@ -219,7 +223,7 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"], name="part/y")]
     graph = graph_of(nodes, tmp_path, w=np.where(WEIGHT > 2, np.nan, WEIGHT).astype(np.float32))
     with pytest.raises(ExportFailed, match="w has weights that are no numbers"):
-        as_integers(graph, MatrixRecipe("int8", Range(1.0, 0)))
+        as_integers(graph, MatrixRecipe("int8", ValueRange(1.0, 0)))
 
 
 def test_values_inside_of_branches_can_be_looked_at(tmp_path: Path) -> None:
@@ -325,19 +329,21 @@ def test_precisions_of_single_matrices_are_chosen_by_pattern() -> None:
     bundle = bundle_of("transformer-tiny")
     matrices = matrices_of({part: bundle.path / part for part in (ENCODER, DECODER)}, bundle.spec)
     assert [one.name for one in matrices if one.tied] == ["output"]
-    asked = Asked(precision="int4", of={"output": "int8", "encoder.layers.0.*": "fp32"})
+    asked = QuantizeRequest(precision="int4", of={"output": "int8", "encoder.layers.0.*": "fp32"})
     found = precisions_of(matrices, asked)
     assert (found["output"], found["embedding"]) == ("int8", "int8")
     assert found["encoder.layers.0.ffn.into"] == "fp32"
     assert found["encoder.layers.1.ffn.into"] == "int4"
     with pytest.raises(ConfigError, match=r"names nothing of this model: outptu\. There are encoder\.layers\.0"):
-        precisions_of(matrices, Asked(precision="int8", of={"outptu": "fp32"}))
+        precisions_of(matrices, QuantizeRequest(precision="int8", of={"outptu": "fp32"}))
     with pytest.raises(ConfigError, match="give both the same precision, found fp32 and int8"):
-        precisions_of(matrices, Asked(precision="int8", of={"embedding": "fp32"}))
+        precisions_of(matrices, QuantizeRequest(precision="int8", of={"embedding": "fp32"}))
 
 
 def test_matrices_can_be_mixed(tmp_path: Path) -> None:
-    quantizer = quantizer_of("transformer-tiny", Asked(precision="int4", of={"output": "int8", "*ffn*": "fp32"}))
+    quantizer = quantizer_of(
+        "transformer-tiny", QuantizeRequest(precision="int4", of={"output": "int8", "*ffn*": "fp32"})
+    )
     judged = quantizer.written(tmp_path / "mixed" if (tmp_path / "mixed").mkdir() is None else tmp_path, enforced=False)
     assert judged.quantization.matrices["output"] == "int8 static"
     assert judged.quantization.matrices["decoder.layers.0.ffn.out"] == "fp32"

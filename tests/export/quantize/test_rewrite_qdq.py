@@ -13,11 +13,11 @@ from click.testing import CliRunner
 from fatdeploy.bundle import Bundle
 from fatdeploy.cli import main
 from fatdeploy.errors import ConfigError
-from fatdeploy.export.models.exportable import flat_model
+from fatdeploy.export.models.exportable import exportable_model
 from fatdeploy.export.pipeline import Origin, Plain, trial_of, write_quantized
 from fatdeploy.export.quantize.examples import random_examples
 from fatdeploy.export.quantize.integers import columns_from_matrix
-from fatdeploy.export.quantize.quantizer import Asked, check_asked
+from fatdeploy.export.quantize.quantizer import QuantizeRequest, check_asked
 from fatdeploy.export.quantize.rewrite_ort import MatrixRecipe, Recipe
 from fatdeploy.export.quantize.rewrite_qdq import symmetric_range, with_scales
 from fatdeploy.manifest import DECODER, EMBEDDING, ENCODER, PARITY, WEIGHTS, Quantization
@@ -25,8 +25,7 @@ from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.engines.output_matrix import stored_output_rows
-from fatdeploy.runtimes.engines.trt.build.build import Asked as Engines
-from fatdeploy.runtimes.engines.trt.build.build import build_engines
+from fatdeploy.runtimes.engines.trt.build.build import BuildRequest, build_engines
 from fatdeploy.runtimes.proof.gate import row_kind, verified_quantized
 from fatdeploy.targets import TARGETS
 from tests.support.bundles import bundle_of, model_of, shared_bundle
@@ -38,15 +37,15 @@ Kind = Literal["int8", "float"]
 @cache
 def quantized_of(preset: str, activations: Kind) -> Bundle:
     """Return a preset in standard ops with bytes for matrices; nothing is traced again."""
-    plain, flat = bundle_of(preset, "standard"), flat_model(model_of(preset))
+    plain, exportable = bundle_of(preset, "standard"), exportable_model(model_of(preset))
     graphs = {part: plain.path / part for part in (ENCODER, DECODER)}
-    examples = random_examples(flat.spec, 0), random_examples(flat.spec, 1)[:12]
-    asked = Asked(precision="int8", activations=activations)
+    examples = random_examples(exportable.spec, 0), random_examples(exportable.spec, 1)[:12]
+    asked = QuantizeRequest(precision="int8", activations=activations)
 
     def write(folder: Path) -> None:
         folder.mkdir()
         origin = Origin(name=preset, random=True)
-        model = Plain(flat, origin, "onnx", traced={}, graphs=graphs, stage=lambda _: None)
+        model = Plain(exportable, origin, "onnx", traced={}, graphs=graphs, stage=lambda _: None)
         write_quantized(model, plain, folder, trial_of(origin, asked, examples, None, lambda _: None))
 
     return shared_bundle(f"{preset}-qdq-{activations}", write)
@@ -100,7 +99,7 @@ def test_engines_are_built_of_it(activations: Kind, tmp_path: Path) -> None:
     bundle = quantized_of("transformer-tiny", activations)
     folder = Path(shutil.copytree(bundle.path, tmp_path / "copy"))
     after = build_engines(
-        folder, Engines(flavour="tensorrt-rtx", capabilities=("8.6", "8.9", "12.0")), stage=lambda _: None
+        folder, BuildRequest(flavour="tensorrt-rtx", capabilities=("8.6", "8.9", "12.0")), stage=lambda _: None
     )
     assert [one.part for one in after.manifest.plans] == ["encoder", "decoder"]
     log = (folder / after.manifest.plans[1].file).with_suffix(".log").read_text()
@@ -163,10 +162,10 @@ def test_rows_are_compared_by_how_matrices_are_stored(precision: str) -> None:
 
 def test_what_a_dialect_does_not_have_is_refused_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--activations float is for graphs .*; --ranges min-max is for graphs"):
-        check_asked(Asked(precision="int8", activations="float", ranges="min-max"), TARGETS["ort-cpu"])
+        check_asked(QuantizeRequest(precision="int8", activations="float", ranges="min-max"), TARGETS["ort-cpu"])
     with pytest.raises(ConfigError, match=r"onnx takes .*found int4: .*export with --target ort-cpu"):
-        check_asked(Asked(precision="int8", of={"output": "int4"}), TARGETS["onnx"])
-    check_asked(Asked(precision="int8", activations="float"), TARGETS["onnx"])
+        check_asked(QuantizeRequest(precision="int8", of={"output": "int4"}), TARGETS["onnx"])
+    check_asked(QuantizeRequest(precision="int8", activations="float"), TARGETS["onnx"])
     run = CliRunner().invoke(
         main, ["export", "fat-tiny", "--out", str(tmp_path / "x"), "--activations", "float", "--ranges", "min-max"]
     )

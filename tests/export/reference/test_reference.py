@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fatdeploy.errors import ConfigError
 from fatdeploy.export.reference.config import ModelConfig
-from fatdeploy.export.reference.decoder import Memory
+from fatdeploy.export.reference.decoder import SourceMemory
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.presets import config_from_preset
 from fatdeploy.export.reference.weights import random_model
@@ -25,7 +25,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     assert float((found - expected).abs().max()) <= bound
 
 
-def stepped(model: ReferenceModel, memory: Memory, target: Tensor, sizes: list[int]) -> Tensor:
+def stepped(model: ReferenceModel, memory: SourceMemory, target: Tensor, sizes: list[int]) -> Tensor:
     """Return the logits of the target fed in calls of these sizes."""
     state, logits = model.start(memory), []
     for call in target.split(sizes, 1):

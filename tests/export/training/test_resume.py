@@ -22,7 +22,7 @@ from fatdeploy.export.training.curve import COLOURS, HEIGHT, MARGIN, WIDTH, curv
 from fatdeploy.export.training.folder import NEW, FolderLock, replaced_file
 from fatdeploy.export.training.resume import STATE
 from fatdeploy.export.training.run import CURVE, REPORT, Training
-from fatdeploy.export.training.trainer import Epoch, Score
+from fatdeploy.export.training.trainer import Epoch, ValidationScore
 from tests.support.trainings import parts, plan, trained
 
 ONE = plan(changes={"dropout": 0.1}, scheduled_sampling=0.5, draw_threshold=True, save_seconds=1e9)
@@ -295,7 +295,7 @@ def test_own_words_need_a_model_that_reads_them(tmp_path: Path) -> None:
 
 
 def epoch(number: int, loss: float, rate: float, *, best: bool) -> Epoch:
-    return Epoch(number, loss, Score(loss / 2, rate, 100.0), 1.0, best)
+    return Epoch(number, loss, ValidationScore(loss / 2, rate, 100.0), 1.0, best)
 
 
 def test_the_curve_of_one_epoch_shows_three_points() -> None:

@@ -12,7 +12,7 @@ from fatdeploy.errors import ConfigError, TrainingFailed
 from fatdeploy.export.reference.checkpoint import CONFIG, WEIGHTS, load_checkpoint
 from fatdeploy.export.training.run import CURVE, REPORT, Training
 from fatdeploy.export.training.settings import TrainSettings
-from fatdeploy.export.training.trainer import Epoch, Score, Step, set_threshold
+from fatdeploy.export.training.trainer import Epoch, Step, ValidationScore, set_threshold
 from fatdeploy.export.training.validation import Validation
 from tests.support.trainings import parts, plan, trained
 
@@ -61,8 +61,13 @@ def test_the_checkpoint_is_that_of_the_best_epoch(tmp_path: Path) -> None:
 def test_errors_decide_which_epoch_is_kept_and_among_equals_the_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = [Score(2.0, 50.0, 90.0), Score(1.5, 40.0, 90.0), Score(1.2, 40.0, 99.0), Score(1.3, 40.0, 80.0)]
-    said.append(Score(0.5, 60.0, 70.0))
+    said = [
+        ValidationScore(2.0, 50.0, 90.0),
+        ValidationScore(1.5, 40.0, 90.0),
+        ValidationScore(1.2, 40.0, 99.0),
+        ValidationScore(1.3, 40.0, 80.0),
+    ]
+    said.append(ValidationScore(0.5, 60.0, 70.0))
     scores = iter(said)
     monkeypatch.setattr(Validation, "__call__", lambda *_: next(scores))
     training = Training(plan(epochs=5), parts(), tmp_path, resume=False)

@@ -14,12 +14,12 @@ from fatdeploy.bundle import Bundle, graph_hash, write_manifest
 from fatdeploy.errors import BundleError, DeviceFailed, OutOfDeviceMemory
 from fatdeploy.manifest import GRAPHS
 from fatdeploy.plans import Part, PlanRecord, Profile, SizeRange, inputs_of, outputs_of, plan_file, shapes_of
-from fatdeploy.runtimes.engines.trt.device import ALIGNMENT, Bytes, Here, PlanTensor, Shape, Strips
+from fatdeploy.runtimes.engines.trt.device import ALIGNMENT, Bytes, GpuIdentity, PlanTensor, Shape, Strips
 from fatdeploy.runtimes.engines.trt.engine import TrtEngine
 from fatdeploy.spec import ModelSpec
 from tests.support.bundles import bundle_of, shared_bundle
 
-HERE = Here("test GPU", "tensorrt-rtx", "1.7.1", "8.9")
+HERE = GpuIdentity("test GPU", "tensorrt-rtx", "1.7.1", "8.9")
 MAGIC = b"a plan of onnxruntime: "
 GAP = 1 << 20  # between allocations: what runs over the end of one is in none
 
@@ -37,7 +37,9 @@ def wide(spec: ModelSpec) -> tuple[Profile, ...]:
     return ranges(batch=1, rows=8, **sizes), ranges(batch=32, rows=128, **sizes)
 
 
-def with_plans(bundle: Bundle, folder: Path, profiles: tuple[Profile, ...] | None = None, here: Here = HERE) -> Bundle:
+def with_plans(
+    bundle: Bundle, folder: Path, profiles: tuple[Profile, ...] | None = None, here: GpuIdentity = HERE
+) -> Bundle:
     """Write a copy of a bundle that has plans for a device."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in bundle.manifest.files:
@@ -77,7 +79,7 @@ def trt_engine(preset: str, **options: bool) -> TrtEngine:
 class CpuDevice:
     """One stream that does at once what it is asked for; ``fail_at`` makes the n-th allocation from now fail."""
 
-    def __init__(self, bundle: Bundle, here: Here = HERE) -> None:
+    def __init__(self, bundle: Bundle, here: GpuIdentity = HERE) -> None:
         self.here = here
         self.bundle = bundle
         self.fail_at: int | None = None

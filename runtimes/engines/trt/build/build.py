@@ -27,7 +27,7 @@ Stage = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class BuildRequest:
     """What was asked of a build; ``capabilities`` such as 8.6, of this machine's GPU unless said."""
 
     flavour: Flavour
@@ -37,10 +37,10 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BuildPlan:
     """A build that can be begun: the module is here, the compute capabilities are known to it."""
 
-    asked: Asked
+    asked: BuildRequest
     module: Any
     capabilities: tuple[str, ...]
     profiles: tuple[Profile, ...]
@@ -56,7 +56,7 @@ class Plan:
         return plan_file(part, self.asked.flavour, self.version, self.capabilities)
 
 
-def planned(asked: Asked, spec: ModelSpec) -> Plan:
+def planned(asked: BuildRequest, spec: ModelSpec) -> BuildPlan:
     """Return the build that was asked for, or raise before any object of TensorRT is made."""
     profiles = profiles_of(spec, asked.profiles)
     if not TARGETS[asked.flavour].builds_ahead:
@@ -70,14 +70,14 @@ def planned(asked: Asked, spec: ModelSpec) -> Plan:
                 f"TensorRT builds for the GPU that is here, of compute capability {capability}, not for "
                 f"{', '.join(asked.capabilities)}; tensorrt-rtx builds for others"
             )
-        return Plan(asked, tensorrt_module(asked.flavour), (capability,), profiles, runs_here=True)
+        return BuildPlan(asked, tensorrt_module(asked.flavour), (capability,), profiles, runs_here=True)
     if asked.timing_cache is not None:
         raise ConfigError("--timing-cache is for tensorrt: TensorRT-RTX measures nothing when it builds")
     module = tensorrt_module(asked.flavour)
     here = _capability_here()
     capabilities = asked.capabilities or here or _no_gpu("say --compute-capability, such as 8.6,8.9,12.0")
     _check_capabilities(module, capabilities)
-    return Plan(asked, module, capabilities, profiles, runs_here=bool(here) and here[0] in capabilities)
+    return BuildPlan(asked, module, capabilities, profiles, runs_here=bool(here) and here[0] in capabilities)
 
 
 def _capability_here() -> tuple[str, ...]:
@@ -119,7 +119,7 @@ def chosen_flavour(path: Path, said: Flavour | None) -> Flavour:
     return flavour
 
 
-def build_engines(path: Path, asked: Asked, *, stage: Stage, keep_onnx: bool = True) -> Bundle:
+def build_engines(path: Path, asked: BuildRequest, *, stage: Stage, keep_onnx: bool = True) -> Bundle:
     """Build the engines of a bundle and put them into it; if anything fails, the bundle stays as it was."""
     bundle = read_bundle(path)
     plan = planned(asked, bundle.spec)
@@ -133,7 +133,7 @@ def build_engines(path: Path, asked: Asked, *, stage: Stage, keep_onnx: bool = T
     return read_bundle(path)
 
 
-def add_engines(folder: Path, bundle: Bundle, plan: Plan, *, stage: Stage) -> None:
+def add_engines(folder: Path, bundle: Bundle, plan: BuildPlan, *, stage: Stage) -> None:
     """Write the engines of a bundle, and the manifest that lists them, into a folder that holds its other files."""
     _check_buildable(bundle)
     (folder / ENGINES).mkdir(exist_ok=True)
@@ -144,7 +144,7 @@ def add_engines(folder: Path, bundle: Bundle, plan: Plan, *, stage: Stage) -> No
     write_manifest(folder, replace(bundle.manifest, plans=(*others, *records), versions=versions))
 
 
-def finish_bundle(folder: Path, target: Flavour, plan: Plan | None, stage: Stage) -> None:
+def finish_bundle(folder: Path, target: Flavour, plan: BuildPlan | None, stage: Stage) -> None:
     """Make a bundle of standard graphs one of TensorRT: with engines, or without, to be built on the device."""
     bundle = read_bundle(folder, check_hashes=False)
     bundle = replace(bundle, manifest=replace(bundle.manifest, target=target))
@@ -165,7 +165,7 @@ def _check_buildable(bundle: Bundle) -> None:
         raise BundleError(f"{bundle.path} was kept without {' and '.join(missing)}, which engines are built from")
 
 
-def _built(folder: Path, bundle: Bundle, part: Part, plan: Plan, stage: Stage) -> PlanRecord:
+def _built(folder: Path, bundle: Bundle, part: Part, plan: BuildPlan, stage: Stage) -> PlanRecord:
     """Write one engine and its log, and return what was built."""
     file = plan.file(part)
     where = f"compute capability {', '.join(plan.capabilities)}"
@@ -203,7 +203,7 @@ def _advice(profiles: Sequence[Profile]) -> str:
     )
 
 
-def _engine(bundle: Bundle, part: Part, plan: Plan) -> Any:
+def _engine(bundle: Bundle, part: Part, plan: BuildPlan) -> Any:
     """Return an engine as TensorRT writes it, None if it could not build it."""
     module, logger = plan.module, logger_of(plan.asked.flavour)
     builder = module.Builder(logger)
@@ -255,7 +255,7 @@ class TimingCache:
         new.replace(self._path)
 
 
-def _layers(plan: Plan, engine: Any) -> str:
+def _layers(plan: BuildPlan, engine: Any) -> str:
     """Return what TensorRT tells of the layers of an engine that this machine's GPU can load."""
     runtime = plan.module.Runtime(logger_of(plan.asked.flavour))
     loaded = runtime.deserialize_cuda_engine(engine)
