@@ -7,17 +7,8 @@ import torch
 
 from fatdeploy.errors import SpecMismatch
 from fatdeploy.export.models.exportable import Memory, Tensors, exportable_model
-from fatdeploy.runtimes.engines.protocol import (
-    Capacity,
-    Floats,
-    Ids,
-    Rows,
-    StepOut,
-    Want,
-    check_ids,
-    check_want,
-    sources_of_rows,
-)
+from fatdeploy.runtimes.engines.checks import check_ids, check_want, sources_of_rows
+from fatdeploy.runtimes.engines.protocol import Capacity, Floats, Ids, Rows, StepOut, Want
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 

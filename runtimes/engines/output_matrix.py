@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from fatdeploy.bundle import Bundle
 from fatdeploy.errors import BundleError, ConfigError
 from fatdeploy.manifest import OUTPUT_MATRIX_SINCE, WEIGHTS, OutputMatrix
-from fatdeploy.runtimes.engines.protocol import Floats, Ids, check_ids
+from fatdeploy.runtimes.engines.checks import check_ids
+from fatdeploy.runtimes.engines.protocol import Floats, Ids
 
 # numpy does not know a bfloat16 by name: it is the first half of a float32.
 BITS = "uint16"

@@ -21,7 +21,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from fatdeploy.errors import SpecMismatch
 from fatdeploy.runtimes.decoding.options import DecodeOptions, LogitsProcessor
-from fatdeploy.runtimes.engines.protocol import Capacity, Floats, Rows, StepOut, Want, check_want, sources_of_rows
+from fatdeploy.runtimes.engines.checks import check_want, sources_of_rows
+from fatdeploy.runtimes.engines.protocol import Capacity, Floats, Rows, StepOut, Want
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 VOCABULARY, WIDTH, MAX_SOURCE, MAX_TARGET = 48, 32, 12, 24

@@ -12,6 +12,7 @@ from fatdeploy.bundle import Bundle
 from fatdeploy.errors import ConfigError, FatdeployError
 from fatdeploy.machine import usable_cores
 from fatdeploy.manifest import DECODER, ENCODER
+from fatdeploy.runtimes.engines.checks import check_length_head, check_step, check_want, checked_move, released_state
 from fatdeploy.runtimes.engines.ort.bindings import MOST_HELD_BYTES, MOST_SHAPES, Binder, Bound
 from fatdeploy.runtimes.engines.ort.buffers import BufferPool, Buffers
 from fatdeploy.runtimes.engines.ort.device_memory import DeviceBinder, DeviceMemory, OrtCudaDevice, OrtDevice
@@ -27,19 +28,7 @@ from fatdeploy.runtimes.engines.ort.sessions import (
     small_session,
 )
 from fatdeploy.runtimes.engines.output_matrix import stored_output_rows
-from fatdeploy.runtimes.engines.protocol import (
-    Capacity,
-    Floats,
-    Ids,
-    Rows,
-    StepOut,
-    Want,
-    check_length_head,
-    check_step,
-    check_want,
-    checked_move,
-    released_state,
-)
+from fatdeploy.runtimes.engines.protocol import Capacity, Floats, Ids, Rows, StepOut, Want
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 NOTHING = Buffers([])  # what a state has that was given back

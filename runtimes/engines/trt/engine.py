@@ -12,22 +12,9 @@ from numpy.typing import NDArray
 from fatdeploy.bundle import Bundle
 from fatdeploy.errors import ConfigError, DeviceFailed, OutOfDeviceMemory
 from fatdeploy.plans import Part
+from fatdeploy.runtimes.engines.checks import check_length_head, check_step, check_want, checked_move, released_state
 from fatdeploy.runtimes.engines.output_matrix import stored_output_rows
-from fatdeploy.runtimes.engines.protocol import (
-    Capacity,
-    Floats,
-    Ids,
-    Rows,
-    StepOut,
-    Want,
-    check_length_head,
-    check_step,
-    check_want,
-    checked_move,
-    copied,
-    joined,
-    released_state,
-)
+from fatdeploy.runtimes.engines.protocol import Capacity, Floats, Ids, Rows, StepOut, Want, copied, joined
 from fatdeploy.runtimes.engines.trt.bindings import bound_encoder, bound_step, results_of
 from fatdeploy.runtimes.engines.trt.calls import PlanCall
 from fatdeploy.runtimes.engines.trt.clock import DeviceClock

@@ -10,7 +10,8 @@ from fatdeploy.errors import SpecMismatch
 from fatdeploy.export.models.eager import EagerEngine, EagerState
 from fatdeploy.export.reference.presets import config_from_preset
 from fatdeploy.export.reference.weights import random_model
-from fatdeploy.runtimes.engines.protocol import Capacity, Want, sources_of_rows
+from fatdeploy.runtimes.engines.checks import sources_of_rows
+from fatdeploy.runtimes.engines.protocol import Capacity, Want
 from tests.support.choices import AUTOREGRESSIVE
 
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fatdeploy.runtimes.engines.protocol import Capacity, Floats, Rows, StepOut, Want, sources_of_rows
+from fatdeploy.runtimes.engines.checks import sources_of_rows
+from fatdeploy.runtimes.engines.protocol import Capacity, Floats, Rows, StepOut, Want
 from fatdeploy.spec import AlignmentSpec, Mask, ModelSpec, Tokens
 
 LogitsOf = Callable[[tuple[int, ...], tuple[int, ...]], Floats]
