@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import cast, get_args
 
 import numpy as np
 from torch import nn
@@ -20,9 +21,10 @@ from fatdeploy.export.half.rewrite import half_array, halved
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.models.exportable import Exportable, exportable_model
 from fatdeploy.export.package import placed_output_matrix, write_graphs
-from fatdeploy.export.proof.certify import certified, drawn_probes
+from fatdeploy.export.proof.certify import certified
 from fatdeploy.export.proof.certify_half import certified_half
 from fatdeploy.export.proof.cuda_ops import cuda_record, decoder_seams, runs_on_cuda
+from fatdeploy.export.proof.draw_probes import drawn_probes
 from fatdeploy.export.quantize.examples import Example, examples_from_file, random_examples
 from fatdeploy.export.quantize.gate import RANDOM_STEPS, metric_of
 from fatdeploy.export.quantize.quantizer import Quantizer, QuantizeRequest, Trial, check_asked
@@ -40,7 +42,7 @@ from fatdeploy.runtimes.proof.gate import write_material
 from fatdeploy.runtimes.proof.probes import write_probes
 from fatdeploy.runtimes.text.tokenizer import Tokenizer, tokenizer_from_file
 from fatdeploy.spec import ModelSpec, TensorSpec
-from fatdeploy.targets import DEFAULT_TARGET, TARGETS, Dialect, FloatPrecision, Precision, Target, TargetRecord
+from fatdeploy.targets import DEFAULT_TARGET, TARGETS, Dialect, FloatPrecision, Precision, Target, TargetRecord, either
 
 log = logging.getLogger("fatdeploy")
 
@@ -51,13 +53,15 @@ RECORDED = ("fatdeploy", "torch", "onnx", "onnxscript", "onnxsim", "numpy")
 
 # What a quantization is calibrated with, and what it is judged by.
 Examples = tuple[list[Example], list[Example]]
+# Adds to a bundle what is built from its graphs.
+Finish = Callable[[Path], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
     """Where a model comes from, as the manifest says it; ``random`` weights have nothing to lose by a quantization.
 
-    ``calibration`` and ``probes`` are files that a quantization reads unless other ones are given.
+    ``calibration`` and ``probes`` are the files that a quantization reads.
     """
 
     name: str
@@ -74,8 +78,8 @@ def write_bundle(
     *,
     origin: Origin,
     target: Target = DEFAULT_TARGET,
-    precision: FloatPrecision | QuantizeRequest = "fp32",
-    finish: Callable[[Path], None] | None = None,
+    precision: Precision | QuantizeRequest = "fp32",
+    finish: Finish | None = None,
     force: bool = False,
     stage: Callable[[str], None] = log.info,
 ) -> Bundle:
@@ -93,13 +97,14 @@ def write_bundle(
         raise ConfigError(
             f"a bundle for {target} needs engines: fatdeploy.export_model(…, target={target!r}) builds them"
         )
-    trial = None
-    if isinstance(precision, QuantizeRequest):
-        check_asked(precision, record)
-        trial = trial_of(origin, precision, _examples(exportable.spec, origin, tokenizer), tokenizer, stage)
+    request = quantize_request(precision)
+    trial: Trial | None = None
+    floats: FloatPrecision = "fp32"
+    if request is not None:
+        check_asked(request, record)
+        trial = trial_of(origin, request, _examples(exportable.spec, origin, tokenizer), tokenizer, stage)
     else:
-        check_precision(record, precision)
-    floats: FloatPrecision = "fp32" if isinstance(precision, QuantizeRequest) else precision
+        floats = checked_floats(record, precision)
     with replaced_folder(folder, force=force) as new, _folder_beside(new) as work:
         traced, graphs = _written_graphs(exportable, record.dialect, work, stage, decoder_seams(record, floats))
         plain = Plain(exportable, origin, record, traced, graphs, stage)
@@ -157,7 +162,7 @@ class Plain:
         if half is None:
             certificate = certified(exportable, bundle, probes, self.traced, graphs)
         else:
-            certificate = certified_half(exportable, bundle, probes, graphs, trained=not self.origin.random)
+            certificate = certified_half(exportable, bundle, probes, trained=not self.origin.random)
         if runs_on_cuda(self.target):
             certificate = replace(certificate, cuda=cuda_record(graphs))
         write_certificate(folder, certificate)
@@ -218,10 +223,21 @@ def _examples(spec: ModelSpec, origin: Origin, tokenizer: Tokenizer | None) -> E
     return found[0], found[1]
 
 
-def check_precision(record: TargetRecord, precision: Precision) -> None:
-    """Raise, with what to type, for a precision that the target does not take."""
-    if refusal := record.refusal(precision):
-        raise ConfigError(refusal)
+def quantize_request(precision: Precision | QuantizeRequest) -> QuantizeRequest | None:
+    """Return what integers are asked for; None for floats."""
+    if isinstance(precision, QuantizeRequest):
+        return precision
+    return QuantizeRequest(precision=precision) if precision in ("int8", "int4") else None
+
+
+def checked_floats(record: TargetRecord, precision: object) -> FloatPrecision:
+    """Return a precision of floats; raise, with what to type, for one that the target does not take."""
+    for name in get_args(FloatPrecision):
+        if precision == name:
+            if refusal := record.refusal(name):
+                raise ConfigError(refusal)
+            return cast("FloatPrecision", name)
+    raise ConfigError(f"precision must be one of {either(get_args(Precision))}, found {precision!r}")
 
 
 def _fitting_tokenizer(origin: Origin, spec: ModelSpec) -> Tokenizer | None:

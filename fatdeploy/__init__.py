@@ -24,21 +24,29 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 # Public names that need numpy or a runtime come when they are asked for: the help and the doctor have neither.
 _ON_USE = {
+    "Bundle": "fatdeploy.bundle",
     "DecodeOptions": "fatdeploy.runtimes.decoding.options",
     "Event": "fatdeploy.runtimes.decoding.streaming",
     "Hypothesis": "fatdeploy.runtimes.decoding.hypothesis",
+    "Inspection": "fatdeploy.runtimes.inspection",
     "Model": "fatdeploy.runtimes.model",
     "Stream": "fatdeploy.runtimes.decoding.streaming",
+    "Verification": "fatdeploy.runtimes.proof.verify",
+    "export_model": "fatdeploy.export.api",
     "inspect": "fatdeploy.runtimes.inspection",
     "load": "fatdeploy.runtimes.model",
+    "verify": "fatdeploy.runtimes.proof.verify",
 }
 
 if TYPE_CHECKING:
+    from fatdeploy.bundle import Bundle
+    from fatdeploy.export.api import export_model
     from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
     from fatdeploy.runtimes.decoding.options import DecodeOptions
     from fatdeploy.runtimes.decoding.streaming import Event, Stream
-    from fatdeploy.runtimes.inspection import inspect
+    from fatdeploy.runtimes.inspection import Inspection, inspect
     from fatdeploy.runtimes.model import Model, load
+    from fatdeploy.runtimes.proof.verify import Verification, verify
 else:
 
     def __getattr__(name: str) -> Any:
@@ -49,6 +57,7 @@ else:
 
 __all__ = [
     "BackendUnavailable",
+    "Bundle",
     "BundleError",
     "CheckpointError",
     "ConfigError",
@@ -59,11 +68,15 @@ __all__ = [
     "ExportFailed",
     "FatdeployError",
     "Hypothesis",
+    "Inspection",
     "Model",
     "ParityFailed",
     "SpecMismatch",
     "Stream",
+    "Verification",
     "__version__",
+    "export_model",
     "inspect",
     "load",
+    "verify",
 ]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import stat
 from collections import Counter
 from collections.abc import Mapping
@@ -83,6 +84,13 @@ def read_bundle(path: str | Path, *, check_hashes: bool = True) -> Bundle:
     if reasons:
         _refuse(path, reasons)
     return Bundle(folder, manifest, digest)
+
+
+def copy_files(bundle: Bundle, folder: Path) -> None:
+    """Copy every listed file of a bundle into another folder; the manifest is written anew there."""
+    for name in bundle.manifest.files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(bundle.file(name), folder / name)
 
 
 def digest_of(values: Mapping[str, Any]) -> str:

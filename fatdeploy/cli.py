@@ -3,7 +3,6 @@
 import importlib
 import logging
 import sys
-from functools import partial
 from typing import Any
 
 import click
@@ -17,18 +16,15 @@ COMMANDS = {
     "bench": "fatdeploy.runtimes.commands.bench",
     "build": "fatdeploy.runtimes.commands.build",
     "demo": "fatdeploy.export.commands.export",
-    "doctor": "fatdeploy.runtimes.commands.device_commands",
+    "doctor": "fatdeploy.runtimes.commands.doctor",
     "eval": "fatdeploy.runtimes.commands.eval",
     "export": "fatdeploy.export.commands.export",
-    "inspect": "fatdeploy.runtimes.commands.device_commands",
+    "inspect": "fatdeploy.runtimes.commands.inspect",
     "presets": "fatdeploy.export.commands.export",
     "run": "fatdeploy.runtimes.commands.run",
     "train": "fatdeploy.export.commands.train",
-    "verify": "fatdeploy.runtimes.commands.device_commands",
+    "verify": "fatdeploy.runtimes.commands.verify",
 }
-
-# What `verify --against` compares with. The frame knows both sides; device-side modules import nothing of the exporter.
-AGAINST = "fatdeploy.export.commands.export", "compared_with_live"
 
 log = logging.getLogger("fatdeploy")
 
@@ -80,14 +76,12 @@ def set_up_logging(level: int) -> None:
 @click.version_option(VERSION, prog_name="fatdeploy")
 @click.option("-v", "--verbose", count=True, help="Say more (-vv: everything).")
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors.")
-@click.pass_context
-def main(ctx: click.Context, verbose: int, quiet: bool) -> None:
+def main(verbose: int, quiet: bool) -> None:
     """Turn PyTorch encoder-decoder transformers into something that runs on a device, and prove that it is right.
 
     Results go to standard output, progress and messages to standard error.
     """
     if verbose and quiet:
         raise click.UsageError("--verbose and --quiet exclude each other")
-    ctx.obj = partial(imported, *AGAINST)
     levels = [logging.WARNING, logging.INFO, logging.DEBUG]
     set_up_logging(logging.ERROR if quiet else levels[min(verbose, 2)])

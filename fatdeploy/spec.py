@@ -198,6 +198,17 @@ class ModelSpec:
             self, memory=memory, state=tuple(_halved(one, dtype) if one.kind == "cache" else one for one in self.state)
         )
 
+    def widened(self) -> "ModelSpec":
+        """Return the contract of a half-precision model in float32."""
+        memory = tuple(_with_dtype(tensor, "float32") for tensor in self.memory)
+        state = tuple(_with_dtype(tensor, "float32") for tensor in self.state)
+        return replace(self, memory=memory, state=state)
+
+    def ordinary_ids(self) -> list[int]:
+        """Return the ids that stand for themselves: all but padding, BOS and EOS."""
+        special = {self.pad_id, self.bos_id, self.eos_id}
+        return [token for token in range(self.vocab_size) if token not in special]
+
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON values, defaults included: a later change of a default changes no bundle."""
         values: dict[str, Any] = json_from_record(self)
@@ -247,6 +258,10 @@ class ModelSpec:
         if low >= 0 and high < self.vocab_size:
             return []
         return [f"{name} ids must lie in 0…{self.vocab_size - 1}, found {low if low < 0 else high}"]
+
+
+def _with_dtype(tensor: AnyTensor, dtype: str) -> AnyTensor:
+    return replace(tensor, dtype=dtype) if tensor.dtype in ("float32", "float16", "bfloat16") else tensor
 
 
 def _halved(one: AnyTensor, dtype: str) -> AnyTensor:

@@ -12,7 +12,7 @@ from benchmarks.harness.turns import Cache, Sizes
 from benchmarks.peers.ctranslate2_model import write_ctranslate2_model
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.pipeline import Origin, write_bundle
-from fatdeploy.export.proof.certify import drawn_probe
+from fatdeploy.export.proof.draw_probes import drawn_probe
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.weights import model_from_preset
 from fatdeploy.runtimes.proof.lockstep import NOISE, SAFE_MARGINS

@@ -1,13 +1,12 @@
 """Commands that need torch, and how their results are shown. It and numpy are imported when a command runs."""
 
-import importlib.util
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, get_args
+from typing import Unpack, get_args
 
 import click
 
-from fatdeploy.errors import BackendUnavailable
+from fatdeploy.exporter import need_export_packages
 from fatdeploy.runtimes.commands.build import BuildArguments, build_options, engine_lines, progress
 from fatdeploy.tables import aligned
 from fatdeploy.targets import (
@@ -20,13 +19,6 @@ from fatdeploy.targets import (
     precision_help,
     target_help,
 )
-
-if TYPE_CHECKING:
-    # Not at run time: a command's help must not need numpy.
-    from fatdeploy.bundle import Bundle
-    from fatdeploy.certificate import LogitAgreement
-    from fatdeploy.export.proof.live_model import Watched
-    from fatdeploy.runtimes.engines.protocol import Engine
 
 
 class ExportArguments(BuildArguments):
@@ -48,24 +40,6 @@ class ExportArguments(BuildArguments):
     build: bool
     activations: str
     ranges: str
-
-
-def need_export_packages() -> None:
-    """Raise, with what to type, unless the packages of ``fatdeploy[export]`` are here."""
-    needed = ("torch", "onnx", "onnxscript", "onnxsim", "safetensors")
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
-        raise BackendUnavailable(f"needs {' and '.join(missing)}, not installed here: pip install 'fatdeploy[export]'")
-
-
-def compared_with_live(
-    bundle: "Bundle", engine: "Engine[Any]", source: str, count: int, seed: int, watched: "Watched"
-) -> "LogitAgreement":
-    """Return how close a bundle is to the live model that it is said to come from, for ``fatdeploy verify``."""
-    need_export_packages()
-    from fatdeploy.export.proof.live_model import compared_with_model
-
-    return compared_with_model(bundle, engine, source, count, seed, watched)
 
 
 @click.command(
@@ -134,10 +108,10 @@ def demo(words: tuple[str, ...], bundle: Path, as_json: bool) -> None:
         f"\nlatency of a word, greedy, {shown.threads} thread: p50 {shown.p50_ms:.2f} ms, p95 {shown.p95_ms:.2f} ms"
     )
     click.echo(f"parity: {shown.parity.line()}")
-    found = shown.quantized
+    check = shown.quantized
     click.echo(
-        f"int8: {found['share']:.2%} of {found['tokens']} tokens and {found['same_sequences']} of "
-        f"{found['sequences']} words are the reference's; a row of a batch is bit for bit the row alone"
+        f"int8: {check.share:.2%} of {check.tokens} tokens and {check.same_sequences} of {check.sequences} words are "
+        "the reference's; a row of a batch is bit for bit the row alone"
     )
     click.echo(f"bundle: {bundle}, {shown.bundle_bytes / 1e6:.1f} MB. Next: fatdeploy run {bundle} YOUR WORDS")
 
@@ -269,23 +243,21 @@ def export(
     """
     need_export_packages()
     from fatdeploy.certificate import read_certificate
-    from fatdeploy.export.commands.export_options import choices_of, engines_of, precision_of, with_files
-    from fatdeploy.export.models.exportable import exportable_model
-    from fatdeploy.export.models.loading import model_from_source
-    from fatdeploy.export.pipeline import write_bundle
+    from fatdeploy.export.api import export_model
+    from fatdeploy.export.commands.export_options import choices_of, engines_of, precision_of
 
-    precision = precision_of(chosen)
-    model, origin = model_from_source(source, licence=licence)
-    exportable = exportable_model(model, choices_of(chosen))
-    bundle = write_bundle(
-        exportable,
+    bundle = export_model(
+        source,
         out,
-        origin=with_files(origin, chosen),
         target=target,
-        precision=precision,
-        finish=engines_of(target, chosen, exportable.spec, progress),
+        precision=precision_of(chosen),
+        choices=choices_of(chosen),
+        licence=licence,
+        calibration=chosen["calibration"],
+        probes=chosen["probes"],
+        engines=engines_of(target, chosen),
         force=force,
-        stage=progress,
+        progress=progress,
     )
     certificate = read_certificate(bundle)
     if as_json:

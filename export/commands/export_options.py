@@ -1,20 +1,15 @@
 """The options of ``fatdeploy export`` as what the pipeline takes; all that does not go together is told at once."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, cast, get_args
 
-from fatdeploy.errors import BackendUnavailable, ConfigError, in_one_line
+from fatdeploy.errors import ConfigError, in_one_line
 from fatdeploy.export.models.exportable import Choices
-from fatdeploy.export.pipeline import Origin
 from fatdeploy.export.quantize.gate import Bar
 from fatdeploy.export.quantize.quantizer import QuantizeRequest
 from fatdeploy.export.quantize.rewrite_ort import MatrixPrecision
 from fatdeploy.runtimes.commands.build import asked_engines, refuse_engine_options
-from fatdeploy.runtimes.engines.trt.build.build import finish_bundle, planned
-from fatdeploy.spec import ModelSpec
+from fatdeploy.runtimes.engines.trt.build.build import BuildRequest
 from fatdeploy.targets import TARGETS, FloatPrecision, Target, either, engine_targets
 
 
@@ -22,12 +17,6 @@ def choices_of(chosen: Mapping[str, Any]) -> Choices:
     """Return what is chosen of the model's contract."""
     names = ("max_source", "max_target", "top_k", "attention_layer")
     return Choices(**{name: chosen[name] for name in names})
-
-
-def with_files(origin: Origin, chosen: Mapping[str, Any]) -> Origin:
-    """Return where a model comes from with the files that were given in the place of its own."""
-    given = {name: chosen[name] for name in ("calibration", "probes") if chosen[name] is not None}
-    return replace(origin, **given)
 
 
 def precision_of(chosen: Mapping[str, Any]) -> FloatPrecision | QuantizeRequest:
@@ -62,29 +51,18 @@ def precision_of(chosen: Mapping[str, Any]) -> FloatPrecision | QuantizeRequest:
     )
 
 
-def engines_of(
-    target: Target, chosen: Mapping[str, Any], spec: ModelSpec, stage: Callable[[str], None]
-) -> Callable[[Path], None] | None:
-    """Return what makes a bundle of TensorRT out of one of graphs; None of other targets.
-
-    What cannot be built is refused here, before anything is traced.
-    """
+def engines_of(target: Target, chosen: Mapping[str, Any]) -> BuildRequest | bool:
+    """Return how engines are built, and False if they are not; options of engines are refused where none are."""
     flavour = TARGETS[target].flavour
     if flavour is None:
         refuse_engine_options(chosen, f"no engines are built for {target} (say --target {either(engine_targets())})")
         if not chosen["build"]:
             raise ConfigError(f"--no-build is for engines, and none are built for {target}")
-        return None
+        return True
     if not chosen["build"]:
         refuse_engine_options(chosen, "no engines are built with --no-build (give it to fatdeploy build)")
-        return partial(finish_bundle, target=flavour, plan=None, stage=stage)
-    try:
-        plan = planned(asked_engines(flavour, chosen), spec)
-    except BackendUnavailable as error:
-        raise BackendUnavailable(
-            f"{error}. To write the graphs alone, and build their engines on the device, pass --no-build"
-        ) from error
-    return partial(finish_bundle, target=flavour, plan=plan, stage=stage)
+        return False
+    return asked_engines(flavour, chosen)
 
 
 def precisions_from_text(given: tuple[str, ...]) -> dict[str, MatrixPrecision]:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from fatdeploy.export.commands.export import need_export_packages
 from fatdeploy.export.training.settings import TrainSettings
+from fatdeploy.exporter import need_export_packages
 
 if TYPE_CHECKING:
     # Not at run time: a command's help must not need torch.

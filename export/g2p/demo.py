@@ -22,7 +22,7 @@ from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.model import Model
-from fatdeploy.runtimes.proof.gate import verified_quantized
+from fatdeploy.runtimes.proof.verify import GateCheck, verified_quantized
 from fatdeploy.targets import DEFAULT_TARGET
 
 WORDS = (
@@ -65,7 +65,7 @@ class Demonstration:
     bundle: str
     bundle_bytes: int
     parity: Parity | HalfParity  # of the graphs in fp32
-    quantized: dict[str, Any]  # how close their integers come, measured here
+    quantized: GateCheck  # how close their integers come, measured here
     words: list[Pronounced]
     p50_ms: float
     p95_ms: float
@@ -101,11 +101,11 @@ def _letters_of(words: Sequence[str]) -> list[str]:
     return lower
 
 
-def _compared(bundle: Bundle) -> tuple[Parity | HalfParity, dict[str, Any]]:
+def _compared(bundle: Bundle) -> tuple[Parity | HalfParity, GateCheck]:
     """Return the parity of a bundle's graphs in fp32, and how close its integers are to the reference here."""
     engine = OrtEngine(bundle, threads=1, spinning=False)
     try:
-        return read_certificate(bundle).parity, verified_quantized(engine, bundle)
+        return read_certificate(bundle).parity, verified_quantized(bundle, engine)
     finally:
         engine.close()
 

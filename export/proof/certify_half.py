@@ -1,6 +1,8 @@
-"""The certificate of a bundle in half precision: not the same tokens, but how many of them are, and how near it is."""
+"""The certificate of a bundle in half precision: how many tokens are the reference's, and how near the logits are."""
 
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +18,16 @@ from fatdeploy.export.models.exportable import Exportable
 from fatdeploy.export.package import write_graphs
 from fatdeploy.export.proof.known_tokens import KnownTokens
 from fatdeploy.machine import this_machine
-from fatdeploy.manifest import PROBES
+from fatdeploy.manifest import DECODER, ENCODER, PROBES
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
-from fatdeploy.runtimes.engines.protocol import Capacity, Engine, Floats, Want
+from fatdeploy.runtimes.engines.protocol import Engine, Floats
+from fatdeploy.runtimes.proof.forced import decoder_inputs, forced_logits
 from fatdeploy.runtimes.proof.lockstep import Comparison, compared
 from fatdeploy.runtimes.proof.probes import Probe, row_alone
 
-# The share of the reference's tokens that a trained model must choose at least, each after the reference's own.
+# The least share of the reference's tokens that a trained model must choose, each after the reference's own.
 LEAST_AGREEMENT = 0.995
-# What was executed to compare it, in words, because it is easy to believe more.
+# What was executed for the comparison, in words, because it is easy to believe more.
 ROUNDED = (
     "copies of the bundle's graphs in float32, on onnxruntime's CPU provider, the result of every {0} op rounded to "
     "{0} and sums inside of an op in float32. No GPU ran anything"
@@ -39,20 +42,20 @@ NOT_EXECUTED = (
 )
 
 
-def certified_half(
-    model: Exportable, bundle: Bundle, probes: list[Probe], graphs: Mapping[str, Path], *, trained: bool
-) -> Certificate:
-    """Return the certificate of a bundle whose probes are written; a trained model that says too much else is refused.
+def certified_half(model: Exportable, bundle: Bundle, probes: list[Probe], *, trained: bool) -> Certificate:
+    """Return the certificate of a bundle whose probes are written; a trained model that loses too much is refused.
 
-    What counts are copies in float32, rounded op by op, which are written beside ``graphs``: onnxruntime runs fp16 on a
-    CPU with fewer roundings than there are ops, and bf16 not at all.
+    What counts is the emulation in float32, rounded op by op: onnxruntime runs fp16 on a CPU with fewer roundings than
+    there are ops, and bf16 not at all.
     """
     precision = bundle.manifest.precision
     least = LEAST_AGREEMENT if trained else None
-    parity = _closed_parity(_emulation(model, bundle, graphs), model, probes, least)
+    with emulated_engine(bundle) as emulation:
+        parity = half_parity(emulation, model, probes, least)
     own = OwnGraphs(NOT_EXECUTED)
     if precision == "fp16":
-        own = OwnGraphs(OWN, _closed_parity(OrtEngine(bundle, spinning=False), model, probes, least))
+        with closing(OrtEngine(bundle, spinning=False)) as engine:
+            own = OwnGraphs(OWN, half_parity(engine, model, probes, least))
     return Certificate(
         engine=f"onnxruntime CPU, {precision} emulated in float32",
         executed=ROUNDED.format(precision),
@@ -64,22 +67,17 @@ def certified_half(
     )
 
 
-def _closed_parity(engine: OrtEngine, model: Exportable, probes: Sequence[Probe], least: float | None) -> HalfParity:
-    try:
-        return half_parity(engine, model, probes, least)
-    finally:
-        engine.close()
-
-
-def _emulation(model: Exportable, bundle: Bundle, graphs: Mapping[str, Path]) -> OrtEngine:
-    """Return an engine of the graphs in float32 whose numbers are those of half."""
-    beside = next(iter(graphs.values())).parent.parent
-    work, folder = beside / "rounded", beside / "emulation"
-    work.mkdir()
-    folder.mkdir()
-    write_graphs({part: rounded(graph, work / part) for part, graph in graphs.items()}, folder)
-    manifest = replace(bundle.manifest, spec=model.spec, precision="fp32", output_matrix=None)
-    return OrtEngine(write_manifest(folder, manifest), spinning=False, optimised=False)
+@contextmanager
+def emulated_engine(bundle: Bundle) -> Iterator[OrtEngine]:
+    """Yield an engine that runs a half-precision bundle in float32, the result of every op rounded as half would be."""
+    with tempfile.TemporaryDirectory(dir=bundle.path.parent) as folder:
+        work, emulation = Path(folder) / "rounded", Path(folder) / "emulation"
+        work.mkdir()
+        emulation.mkdir()
+        write_graphs({part: rounded(bundle.file(part), work / part) for part in (ENCODER, DECODER)}, emulation)
+        manifest = replace(bundle.manifest, spec=bundle.spec.widened(), precision="fp32", output_matrix=None)
+        with closing(OrtEngine(write_manifest(emulation, manifest), spinning=False, optimised=False)) as engine:
+            yield engine
 
 
 def half_parity(engine: Engine[Any], model: Exportable, probes: Sequence[Probe], least: float | None) -> HalfParity:
@@ -99,8 +97,8 @@ def half_parity(engine: Engine[Any], model: Exportable, probes: Sequence[Probe],
         same=same,
         agreement=same / tokens,
         least_agreement=least,
-        largest_difference=max(float(one.differences.max()) for one in comparisons),
-        largest_logit=max(float(np.abs(one.chosen).max()) for one in comparisons),
+        largest_difference=max(float(comparison.differences.max()) for comparison in comparisons),
+        largest_logit=max(float(np.abs(comparison.chosen).max()) for comparison in comparisons),
         largest_difference_alone=max((difference for difference, _ in alone), default=0.0),
         different_tokens_alone=sum(count for _, count in alone),
     )
@@ -113,15 +111,15 @@ def _fidelity(comparison: Comparison) -> tuple[int, int]:
 
 def _compared(engine: Engine[Any], model: Exportable, probe: Probe, index: int) -> Comparison:
     reference = KnownTokens(EagerEngine(model), probe)
-    found = compared(engine, reference, probe.source, probe.mask, probe.tokens.shape[1])
-    wrong = np.argwhere(~np.isfinite(found.differences))
+    comparison = compared(engine, reference, probe.source, probe.mask, probe.tokens.shape[1])
+    wrong = np.argwhere(~np.isfinite(comparison.differences))
     if wrong.size:
         row, step = wrong[0].tolist()
         raise ParityFailed(
             f"probe {index}, row {row}, step {step}: a logit is infinite or not a number, beyond the range of the "
             "precision: export with --precision bf16 or fp32"
         )
-    return found
+    return comparison
 
 
 def _alone(engine: Engine[Any], probe: Probe) -> tuple[float, int]:
@@ -134,14 +132,5 @@ def _alone(engine: Engine[Any], probe: Probe) -> tuple[float, int]:
 
 def _forced(engine: Engine[Any], probe: Probe) -> Floats:
     """Return the logits [B, T, V] of a decode that reads the reference's tokens."""
-    spec, (rows, steps) = engine.spec, probe.tokens.shape
-    parallel = spec.decoding == "parallel"
-    begin = np.full((rows, steps if parallel else 1), spec.bos_id)
-    calls = [begin] if parallel else np.split(np.hstack([begin, probe.tokens[:, :-1]]), steps, 1)
-    state = engine.encode(probe.source, probe.mask, Capacity(1, steps))
-    try:
-        # Copied: an engine's arrays are valid until its next step.
-        said = [np.array(engine.step(tokens, state, Want.LOGITS).logits) for tokens in calls]
-        return np.concatenate(said, 1)
-    finally:
-        engine.release(state)
+    inputs = decoder_inputs(engine.spec, probe.tokens)
+    return forced_logits(engine, probe.source, probe.mask, inputs, step_by_step=True)

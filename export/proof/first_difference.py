@@ -4,7 +4,7 @@ import shutil
 import tempfile
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from fatdeploy.manifest import DECODER, ENCODER, WEIGHTS
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
 from fatdeploy.runtimes.engines.protocol import Capacity, Want
+from fatdeploy.runtimes.proof.forced import call_count, first_tokens, step_logits
 from fatdeploy.runtimes.proof.lockstep import NOISE, Comparison, compared
 from fatdeploy.runtimes.proof.probes import Probe
 from fatdeploy.spec import TensorSpec
@@ -42,7 +43,7 @@ class Stage:
 
 
 def where_it_begins(model: Exportable, bundle: Bundle, traced: Graphs, graphs: Graphs, probe: Probe) -> str:
-    """Say in which stage, step, row and tensor a bundle begins to differ from its model on a probe."""
+    """Return in which stage, step, row and tensor a bundle begins to differ from its model on a probe."""
     with tempfile.TemporaryDirectory(dir=bundle.path.parent) as folder:
         stages = [
             _stage("traced", Path(folder) / "traced", bundle, traced),
@@ -78,31 +79,28 @@ def _engine_stage(folder: Path, bundle: Bundle) -> Stage:
 
 
 def _compared(stage: Stage, model: Exportable, probe: Probe) -> Comparison:
-    engine = OrtEngine(stage.bundle, optimised=stage.optimised)
-    try:
+    with closing(OrtEngine(stage.bundle, optimised=stage.optimised)) as engine:
         return compared(engine, EagerEngine(model), probe.source, probe.mask, probe.tokens.shape[1])
-    finally:
-        engine.close()
 
 
 def _tensor(model: Exportable, before: Stage | None, stage: Stage, probe: Probe, last_step: int) -> str:
-    """Say which tensor is the first to differ when each step is given what the reference gives it."""
+    """Return which tensor is the first to differ when each step gets the reference's state."""
     with scaled_queries(model.inner):  # as it was traced
-        for index, (part, feeds, said) in enumerate(_calls(model, stage.bundle, probe, last_step)):
-            expected = _by_value(stage, part, said) if before is None else _values(before, part, feeds)
-            found = _first_difference(stage, part, feeds, expected)
-            if found is not None:
+        for index, (part, feeds, outputs) in enumerate(_calls(model, stage.bundle, probe, last_step)):
+            expected = _by_value(stage, part, outputs) if before is None else _values(before, part, feeds)
+            tensor = _first_difference(stage, part, feeds, expected)
+            if tensor is not None:
                 when = "the encoder" if part == ENCODER else f"step {index - 1}"
-                return f"the first tensor to differ is {found}, in {when}"
-    return "no tensor differs when every step is given the reference's state: it is lost between the steps"
+                return f"the first tensor to differ is {tensor}, in {when}"
+    return "no tensor differs when every step gets the reference's state: it is lost between the steps"
 
 
 def _first_difference(stage: Stage, part: str, feeds: Arrays, expected: Arrays) -> str | None:
-    """Return the first value of a graph that differs from what was expected of it, and by how much."""
+    """Return the first value of a graph that differs from the expected one, and by how much."""
     modules = _modules_of_values(stage, part)
     names = [name for name in modules if name in expected]
-    found = _values(stage, part, feeds, names)
-    distances = {name: _distance(expected[name], found[name]) for name in names}
+    values = _values(stage, part, feeds, names)
+    distances = {name: _distance(expected[name], values[name]) for name in names}
     first = next((name for name in names if not distances[name] <= NOISE), None)
     if first is None and stage.optimised:
         # To look at a value keeps onnxruntime from fusing it away: what looking at all of them hides, looking at one
@@ -118,14 +116,14 @@ def _first_difference(stage: Stage, part: str, feeds: Arrays, expected: Arrays) 
     return f"{first} of {modules[first] or 'the graph'} (by {distances[first]:.1e} of its largest value)"
 
 
-def _distance(expected: NDArray[Any], found: NDArray[Any]) -> float:
-    """Return the largest difference as a part of the largest value, but at least of 1; infinite for another shape."""
-    if expected.shape != found.shape:
+def _distance(expected: NDArray[Any], actual: NDArray[Any]) -> float:
+    """Return the largest difference relative to the largest value (at least 1); infinite for another shape."""
+    if expected.shape != actual.shape:
         return np.inf
     if not expected.size:
         return 0.0
-    one, other = expected.astype(np.float64), found.astype(np.float64)
-    return float(np.abs(one - other).max() / max(1.0, np.abs(one).max()))
+    wide = expected.astype(np.float64)
+    return float(np.abs(wide - actual.astype(np.float64)).max() / max(1.0, np.abs(wide).max()))
 
 
 def _modules_of_values(stage: Stage, part: str) -> dict[str, str]:
@@ -134,20 +132,20 @@ def _modules_of_values(stage: Stage, part: str) -> dict[str, str]:
     return {output: node.name.partition("/")[0] for node in graph.node for output in node.output if output}
 
 
-def _by_value(stage: Stage, part: str, said: Arrays) -> Arrays:
-    """Return what modules said under the names that their last values have in a graph."""
+def _by_value(stage: Stage, part: str, outputs: Arrays) -> Arrays:
+    """Return what modules computed under the names that their last values have in a graph."""
     modules = _modules_of_values(stage, part)
     last = {module: name for name, module in modules.items()}
-    return {last.get(place, place): array for place, array in said.items() if place in last or place in modules}
+    return {last.get(place, place): array for place, array in outputs.items() if place in last or place in modules}
 
 
 def _values(stage: Stage, part: str, feeds: Arrays, names: list[str] | None = None) -> Arrays:
-    """Return values of a graph, all of them unless said, as onnxruntime computes them for one call."""
+    """Return values of a graph (default: all) as onnxruntime computes them for one call."""
     model = read_structure(stage.bundle.path / part)
     names = list(_modules_of_values(stage, part)) if names is None else names
     if not names:  # onnxruntime would take an empty list for all outputs
         return {}
-    there = {one.name for one in model.graph.output}
+    there = {output.name for output in model.graph.output}
     model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in there)
     # Beside the weights, which it refers to.
     path = stage.bundle.path / f"looked-at-{part}"
@@ -166,25 +164,24 @@ def _session(path: Path, *, optimised: bool) -> Any:
 
 
 def _calls(model: Exportable, bundle: Bundle, probe: Probe, last_step: int) -> Iterator[tuple[str, Arrays, Arrays]]:
-    """Yield the graph, its inputs, and what modules and outputs say, for each call of the reference on a probe."""
+    """Yield the graph, its inputs, and what modules and outputs compute, for each call of the reference on a probe."""
     engine, spec = EagerEngine(model), model.spec
-    parallel, branches = spec.decoding == "parallel", bundle.manifest.branches
-    with _listening(model.inner) as heard:
+    with _recorded(model.inner) as outputs:
         state = engine.encode(probe.source, probe.mask, Capacity(1, spec.max_target))
         sources = _named(spec.encoder_inputs(), [probe.source, probe.mask])
         memory = _named(spec.encoder_outputs(), [tensor.numpy() for tensor in state.memory.tensors])
-        yield ENCODER, sources, {**heard, **memory}
-        tokens = np.full((len(probe.source), probe.tokens.shape[1] if parallel else 1), spec.bos_id)
-        for _ in range(1 if parallel else last_step + 1):
-            asked = _named(
+        yield ENCODER, sources, {**outputs, **memory}
+        tokens = first_tokens(spec, *probe.tokens.shape)
+        for _ in range(call_count(spec, last_step + 1)):
+            step = _named(
                 (spec.tokens, spec.position, spec.want), [tokens, np.array(state.position), np.array(int(Want.LOGITS))]
             )
-            given = {**sources, **memory, **asked, **_named(spec.past, _copies(state))}
-            heard.clear()
-            logits = engine.step(tokens, state, Want.LOGITS).logits
-            assert logits is not None  # noqa: S101 - they were wanted
-            feeds = {one.name: given[one.name] for one in spec.decoder_inputs(branches=branches)}
-            yield DECODER, feeds, {**heard, **_named((spec.logits, *spec.present), [logits, *_copies(state)])}
+            inputs = {**sources, **memory, **step, **_named(spec.past, _copies(state))}
+            outputs.clear()
+            logits = step_logits(engine, tokens, state)
+            tensors = spec.decoder_inputs(branches=bundle.manifest.branches)
+            feeds = {tensor.name: inputs[tensor.name] for tensor in tensors}
+            yield DECODER, feeds, {**outputs, **_named((spec.logits, *spec.present), [logits, *_copies(state)])}
             tokens = logits.argmax(-1)
 
 
@@ -198,21 +195,21 @@ def _copies(state: EagerState) -> list[NDArray[Any]]:
 
 
 @contextmanager
-def _listening(model: nn.Module) -> Iterator[Arrays]:
-    """Yield what each module without parts of its own said last, by its path."""
-    heard: Arrays = {}
+def _recorded(model: nn.Module) -> Iterator[Arrays]:
+    """Yield the last output of each module that has no parts of its own, by its path."""
+    outputs: Arrays = {}
 
-    def listener(path: str) -> Callable[[nn.Module, Any, Any], None]:
-        def listen(_: nn.Module, __: Any, output: Any) -> None:
+    def recorder(path: str) -> Callable[[nn.Module, Any, Any], None]:
+        def record(_: nn.Module, __: Any, output: Any) -> None:
             if isinstance(output, Tensor):
-                heard[path] = output.numpy().copy()
+                outputs[path] = output.numpy().copy()
 
-        return listen
+        return record
 
-    leaves = [(path, one) for path, one in model.named_modules() if path and not list(one.children())]
-    handles = [one.register_forward_hook(listener(path)) for path, one in leaves]
+    leaves = [(path, module) for path, module in model.named_modules() if path and not list(module.children())]
+    handles = [module.register_forward_hook(recorder(path)) for path, module in leaves]
     try:
-        yield heard
+        yield outputs
     finally:
         for handle in handles:
             handle.remove()

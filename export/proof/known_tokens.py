@@ -7,6 +7,7 @@ import numpy as np
 from fatdeploy.errors import ExportFailed
 from fatdeploy.export.models.eager import EagerEngine, EagerState
 from fatdeploy.runtimes.engines.protocol import Capacity, Floats, StepOut, Want
+from fatdeploy.runtimes.proof.forced import decoder_inputs, step_logits
 from fatdeploy.runtimes.proof.probes import Probe
 from fatdeploy.spec import Mask, Tokens
 
@@ -27,16 +28,14 @@ class KnownState:
 class KnownTokens:
     """Follows a probe's tokens with every row alone, without padding, and many positions in one call.
 
-    Who agrees with it lets no row depend on its batch, and no step on how the tokens before it were read.
+    An engine that agrees with it lets no row depend on its batch, and no step on how earlier tokens were read.
     """
 
     def __init__(self, engine: EagerEngine, probe: Probe) -> None:
         self.engine = engine
         self.spec = engine.spec
         self.tokens = probe.tokens  # [B, T]
-        self.inputs = np.full_like(self.tokens, self.spec.bos_id)
-        if self.spec.decoding == "autoregressive":
-            self.inputs[:, 1:] = self.tokens[:, :-1]
+        self.inputs = decoder_inputs(self.spec, self.tokens)
 
     def encode(self, source: Tokens, mask: Mask, capacity: Capacity) -> KnownState:
         """Return a state for each row."""
@@ -44,30 +43,27 @@ class KnownTokens:
         states = [self.engine.encode(row, np.ones_like(row, bool), capacity) for row in rows]
         return KnownState(states, np.empty((len(rows), 0, self.spec.vocab_size), np.float32))
 
-    def step(self, tokens: Tokens, state: KnownState, want: Want) -> StepOut:
-        """Return the logits after tokens, which are the known ones as long as this says them itself."""
+    def step(self, tokens: Tokens, state: KnownState, want: Want) -> StepOut:  # noqa: ARG002 - logits are all it has
+        """Return the logits after tokens, which are the known ones as long as the reference chooses them itself."""
         steps = tokens.shape[1]
         if not state.ahead.shape[1]:
             columns = slice(state.position, state.position + max(TOGETHER, steps))
-            state.ahead = self._logits(self.inputs[:, columns], state.rows, want)
-        said, state.ahead = state.ahead[:, :steps], state.ahead[:, steps:]
-        self._check(said.argmax(-1), state.position)
+            rows = zip(self.inputs[:, columns], state.rows, strict=True)
+            state.ahead = np.concatenate([step_logits(self.engine, inputs[None], row) for inputs, row in rows])
+        logits, state.ahead = state.ahead[:, :steps], state.ahead[:, steps:]
+        self._check(logits.argmax(-1), state.position)
         state.position += steps
-        return StepOut(logits=said)
+        return StepOut(logits=logits)
 
-    def _logits(self, tokens: Tokens, rows: list[EagerState], want: Want) -> Floats:
-        said = [self.engine.step(row[None], one, want).logits for row, one in zip(tokens, rows, strict=True)]
-        return np.concatenate([logits for logits in said if logits is not None])
-
-    def _check(self, said: Tokens, position: int) -> None:
-        """Raise unless the reference says what it said when the probe was drawn; its margins leave it no excuse."""
-        known = self.tokens[:, position : position + said.shape[1]]
-        wrong = np.argwhere(said != known)
+    def _check(self, chosen: Tokens, position: int) -> None:
+        """Raise unless the reference chooses what it chose when the probe was drawn; its margins leave no excuse."""
+        known = self.tokens[:, position : position + chosen.shape[1]]
+        wrong = np.argwhere(chosen != known)
         if wrong.size:
             row, column = wrong[0].tolist()
             raise ExportFailed(
                 f"the model contradicts itself at row {row}, step {position + column}: token {known[row, column]} when "
-                f"it reads rows together and tokens one by one, {said[row, column]} when it reads many tokens of one "
+                f"it reads rows together and tokens one by one, {chosen[row, column]} when it reads many tokens of one "
                 "row; encode and step must give the same for both"
             )
 

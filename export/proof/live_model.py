@@ -19,14 +19,14 @@ from fatdeploy.spec import Mask, ModelSpec, Tokens
 BATCH, NEW_TOKENS = 8, 48
 
 Batches = list[tuple[Tokens, Mask]]
-# Shows how far a list has come while it is gone through.
+# Shows how far a list has come while somebody goes through it.
 Watched = Callable[[Batches], AbstractContextManager[Iterable[tuple[Tokens, Mask]]]]
 
 
 def compared_with_model(
     bundle: Bundle, engine: Engine[Any], source: str, count: int, seed: int, watched: Watched
 ) -> LogitAgreement:
-    """Return how close a bundle is to the model it is said to come from; a miss is ParityFailed."""
+    """Compare a bundle with the model that it was exported from; a miss is ParityFailed."""
     model, _ = model_from_source(source)
     reference = EagerEngine(_like(bundle.spec, exportable_model(model), source))
     steps = min(NEW_TOKENS, bundle.spec.max_target)
@@ -35,7 +35,7 @@ def compared_with_model(
 
 
 def _like(spec: ModelSpec, model: Exportable, source: str) -> Exportable:
-    """Return the model with the choices that the bundle was exported with; refuse another model."""
+    """Return the model with the choices of the bundle's export; another model is refused."""
     choices = Choices(
         max_source=spec.max_source,
         max_target=spec.max_target,
@@ -43,9 +43,11 @@ def _like(spec: ModelSpec, model: Exportable, source: str) -> Exportable:
         attention_layer=None if spec.alignment is None else spec.alignment.layer,
     )
     chosen = exportable_model(model.inner, choices)
-    found, expected = chosen.spec.to_dict(), spec.to_dict()
+    model_values, bundle_values = chosen.spec.to_dict(), spec.to_dict()
     reasons = [
-        f"{name} is {found[name]}, the bundle's {expected[name]}" for name in found if found[name] != expected[name]
+        f"{name} is {value}, the bundle's {bundle_values[name]}"
+        for name, value in model_values.items()
+        if value != bundle_values[name]
     ]
     if reasons:
         raise SpecMismatch(in_one_line(f"{source} is not the model of this bundle", reasons))
@@ -55,8 +57,7 @@ def _like(spec: ModelSpec, model: Exportable, source: str) -> Exportable:
 def drawn_batches(spec: ModelSpec, count: int, seed: int) -> Iterator[tuple[Tokens, Mask]]:
     """Yield random sources of random lengths, padded, in batches of up to eight."""
     draw = np.random.default_rng(seed)
-    special = {spec.pad_id, spec.bos_id, spec.eos_id}
-    ordinary = [token for token in range(spec.vocab_size) if token not in special]
+    ordinary = spec.ordinary_ids()
     for start in range(0, count, BATCH):
         lengths = draw.integers(1, spec.max_source + 1, min(BATCH, count - start))
         mask = np.arange(lengths.max()) < lengths[:, None]

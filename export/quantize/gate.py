@@ -14,7 +14,7 @@ from fatdeploy.runtimes.decoding.loop import decode, padded
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.engines.protocol import Engine, Floats
 from fatdeploy.runtimes.evaluation.metrics import METRICS, OF_TEXT, need_sacrebleu
-from fatdeploy.runtimes.proof.gate import BATCH, Material, forced_logits, token_agreement
+from fatdeploy.runtimes.proof.gate import BATCH, Material, material_logits, token_agreement
 from fatdeploy.runtimes.proof.lockstep import margins_of
 from fatdeploy.runtimes.text.tokenizer import PackageTokenizer, Tokenizer
 from fatdeploy.spec import ModelSpec
@@ -96,13 +96,13 @@ class Gate:
         self._examples, self._tokenizer, self._metric, self._most = examples, tokenizer, metric, most_steps
         self.material = material_of(reference, [one.source for one in examples], most_steps)
         # Of steps that count alone: one long target would make all of its batch as long.
-        self._logits = [forced_logits(reference, batch)[batch.counts] for batch in self.material.batches()]
+        self._logits = [material_logits(reference, batch)[batch.counts] for batch in self.material.batches()]
 
     def judged(self, engine: Engine[Any]) -> Judgement:
         """Return how close an engine comes to the reference."""
         ratios = np.concatenate(
             [
-                np.abs(forced_logits(engine, batch)[batch.counts] - logits).max(-1) / _margins(logits)
+                np.abs(material_logits(engine, batch)[batch.counts] - logits).max(-1) / _margins(logits)
                 for batch, logits in zip(self.material.batches(), self._logits, strict=True)
             ]
         )
@@ -117,7 +117,7 @@ class Gate:
         """Return the mean square by which logits are off, as a share of the reference's own mean square."""
         lost = power = 0.0
         for batch, logits in zip(self.material.batches(), self._logits, strict=True):
-            found = forced_logits(engine, batch)[batch.counts]
+            found = material_logits(engine, batch)[batch.counts]
             lost += float(np.square(found - logits, dtype=np.float64).sum())
             power += float(np.square(logits, dtype=np.float64).sum())
         return lost / power
@@ -126,7 +126,7 @@ class Gate:
         if self._metric is None:
             return None
         references = [one.references for one in self._examples]
-        theirs = [self._text(row) for row in self.material.said(engine.spec)]
+        theirs = [self._text(row) for row in self.material.targets(engine.spec)]
         mine: list[str] = []
         for batch in self.material.batches():
             sources = [ids[real] for ids, real in zip(batch.source, batch.mask, strict=True)]

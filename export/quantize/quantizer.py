@@ -24,7 +24,8 @@ from fatdeploy.export.quantize.rewrite_qdq import RangeMethod, symmetric_range, 
 from fatdeploy.export.quantize.saturation_probe import WEIGHT_BITS, check_cpu, write_saturation_probe
 from fatdeploy.manifest import DECODER, EMBEDDING, SATURATION, WEIGHTS_ALONE, Manifest, OutputMatrix, Quantization
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
-from fatdeploy.runtimes.proof.gate import check_rows, checked_on, row_kind
+from fatdeploy.runtimes.proof.cpu_checks import cpu_check
+from fatdeploy.runtimes.proof.gate import check_rows, row_kind
 from fatdeploy.runtimes.text.tokenizer import Tokenizer
 from fatdeploy.spec import ModelSpec
 from fatdeploy.tables import aligned
@@ -89,7 +90,7 @@ class Judged:
             kept=self.kept,
             row_difference=self.row_difference,
         )
-        return replace(plain, precision=asked.precision, gate=gate, checked_on=(checked_on(judgement.agreement.share),))
+        return replace(plain, precision=asked.precision, gate=gate, checked_on=(cpu_check(judgement.agreement.share),))
 
 
 @dataclass(frozen=True)

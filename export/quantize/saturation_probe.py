@@ -15,7 +15,7 @@ from fatdeploy.machine import this_machine
 from fatdeploy.manifest import SATURATION
 from fatdeploy.runtimes.engines.ort.saturation import exact_sum, sums_of
 from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
-from fatdeploy.runtimes.proof.gate import cpu_class
+from fatdeploy.runtimes.proof.cpu_checks import cpu_class
 from fatdeploy.spec import SATURATION_INPUT, SATURATION_OUTPUT
 from fatdeploy.targets import CpuClass
 

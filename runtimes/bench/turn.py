@@ -32,10 +32,10 @@ from fatdeploy.runtimes.doctor.gpu_clocks import gpus_here
 from fatdeploy.runtimes.engines.opening import opened_engine
 from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
 from fatdeploy.runtimes.engines.protocol import Engine
-from fatdeploy.runtimes.proof.certified import Promise, promise_of
 from fatdeploy.runtimes.proof.fidelity import Fidelity, token_fidelity
 from fatdeploy.runtimes.proof.gate import forced_fidelity, read_material
 from fatdeploy.runtimes.proof.probes import read_probes, verified
+from fatdeploy.runtimes.proof.promise import Promise, promise_of
 from fatdeploy.targets import TARGETS
 
 Said = list[tuple[int, ...]]

@@ -1,4 +1,4 @@
-"""Two engines side by side, both fed what the first one chose: every logit of every step is compared. No torch."""
+"""Two engines side by side, both reading what the first one chose: every logit of every step is compared. No torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from fatdeploy.certificate import LogitAgreement
 from fatdeploy.errors import ParityFailed
-from fatdeploy.runtimes.engines.protocol import Capacity, Floats, State, Stepper, Want
+from fatdeploy.runtimes.engines.protocol import Capacity, Floats, State, Stepper
+from fatdeploy.runtimes.proof.forced import call_count, first_tokens, step_logits
 from fatdeploy.spec import Mask, Tokens
 
 # The size of float32 noise in logits, relative to the largest; a margin of ten times it leaves equality no excuse, one
@@ -21,11 +22,11 @@ TIE_MARGINS = 2
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two engines said of a batch; arrays are [B, T]."""
+    """What the reference and an engine chose for a batch; arrays are [B, T]."""
 
     expected: Tokens
     found: Tokens
-    chosen: Floats  # the logits of the tokens found
+    chosen: Floats  # the logits of the engine's tokens
     differences: Floats  # the largest of any logit of the vocabulary
     margins: Floats  # between the reference's best and second best logit
     bounds: NDArray[np.float64]  # [B], how far two correct fp32 computations of a row's logits may be apart
@@ -54,25 +55,26 @@ class Comparison:
         return row, step
 
     def described(self, row: int, step: int) -> str:
-        """Say what is wrong at a place."""
-        said = f"logits differ by {self.differences[row, step]:.1e}, bound {self.bounds[row]:.1e}"
+        """Return what is wrong at a place."""
+        difference = f"logits differ by {self.differences[row, step]:.1e}, bound {self.bounds[row]:.1e}"
         if self.expected[row, step] == self.found[row, step]:
-            return f"row {row}, step {step}: {said}"
+            return f"row {row}, step {step}: {difference}"
         return (
             f"row {row}, step {step}: the reference says token {self.expected[row, step]} (margin "
-            f"{self.margins[row, step]:.1e}), the engine {self.found[row, step]}; {said}"
+            f"{self.margins[row, step]:.1e}), the engine {self.found[row, step]}; {difference}"
         )
 
 
 def compared(engine: Stepper[Any], reference: Stepper[Any], source: Tokens, mask: Mask, steps: int) -> Comparison:
-    """Return what an engine and the reference say of a batch; both read the reference's tokens, EOS ends nothing."""
+    """Compare an engine with the reference on a batch; both read the reference's tokens, and EOS ends nothing."""
     # Only a few numbers of each step's logits are kept: all of them would be half a gigabyte for a base model.
     columns = [
         (
-            *(one.argmax(-1), other.argmax(-1), other.max(-1)),
-            *(np.abs(one - other).max(-1), margins_of(one), np.abs(one).max(-1)),
+            *(reference_logits.argmax(-1), logits.argmax(-1), logits.max(-1)),
+            *(np.abs(reference_logits - logits).max(-1), margins_of(reference_logits)),
+            np.abs(reference_logits).max(-1),
         )
-        for one, other in _side_by_side(reference, engine, source, mask, steps)
+        for reference_logits, logits in _side_by_side(reference, engine, source, mask, steps)
     ]
     expected, found, chosen, differences, margins, sizes = (
         np.concatenate(column, 1) for column in zip(*columns, strict=True)
@@ -82,17 +84,19 @@ def compared(engine: Stepper[Any], reference: Stepper[Any], source: Tokens, mask
 
 def logit_agreement(comparisons: Sequence[Comparison]) -> LogitAgreement:
     """Return what comparisons found; a miss is ParityFailed."""
-    for index, one in enumerate(comparisons):
-        place = one.first_miss
+    for index, comparison in enumerate(comparisons):
+        place = comparison.first_miss
         if place is not None:
-            raise ParityFailed(f"batch {index}, {one.described(*place)}")
+            raise ParityFailed(f"batch {index}, {comparison.described(*place)}")
     return LogitAgreement(
-        rows=sum(len(one.expected) for one in comparisons),
-        tokens=sum(one.expected.size for one in comparisons),
-        ties=int(sum(one.ties.sum() for one in comparisons)),
-        largest_difference=max(float(one.differences.max()) for one in comparisons),
-        largest_of_bound=max(float((one.differences / one.bounds[:, None]).max()) for one in comparisons),
-        smallest_margin=min(float(one.margins.min()) for one in comparisons),
+        rows=sum(len(comparison.expected) for comparison in comparisons),
+        tokens=sum(comparison.expected.size for comparison in comparisons),
+        ties=int(sum(comparison.ties.sum() for comparison in comparisons)),
+        largest_difference=max(float(comparison.differences.max()) for comparison in comparisons),
+        largest_of_bound=max(
+            float((comparison.differences / comparison.bounds[:, None]).max()) for comparison in comparisons
+        ),
+        smallest_margin=min(float(comparison.margins.min()) for comparison in comparisons),
     )
 
 
@@ -113,24 +117,14 @@ def _side_by_side(
     leader: Stepper[Any], follower: Stepper[Any] | None, source: Tokens, mask: Mask, steps: int
 ) -> Iterator[tuple[Floats, Floats]]:
     """Yield both engines' logits of each call; a leader alone is its own follower."""
-    spec = leader.spec
     engines = [leader] if follower is None else [leader, follower]
     states = [engine.encode(source, mask, Capacity(1, steps)) for engine in engines]
-    parallel = spec.decoding == "parallel"
-    tokens = np.full((len(source), steps if parallel else 1), spec.bos_id)
+    tokens = first_tokens(leader.spec, len(source), steps)
     try:
-        for _ in range(1 if parallel else steps):
-            said = [step_logits(engine, tokens, state) for engine, state in zip(engines, states, strict=True)]
-            yield said[0], said[-1]
-            tokens = said[0].argmax(-1)
+        for _ in range(call_count(leader.spec, steps)):
+            logits = [step_logits(engine, tokens, state) for engine, state in zip(engines, states, strict=True)]
+            yield logits[0], logits[-1]
+            tokens = logits[0].argmax(-1)
     finally:
         for engine, state in zip(engines, states, strict=True):
             engine.release(state)
-
-
-def step_logits(engine: Stepper[State], tokens: Tokens, state: State) -> Floats:
-    """Return the logits [R, t, V] of a step."""
-    logits = engine.step(tokens, state, Want.LOGITS).logits
-    if logits is None:
-        raise ParityFailed("the engine returned no logits although they were wanted")
-    return logits

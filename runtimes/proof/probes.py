@@ -85,7 +85,7 @@ def verified(engine: Engine[State], probes: Sequence[Probe], first: Sequence[Flo
         rows=sum(len(probe.tokens) for probe in probes),
         tokens=sum(probe.tokens.size for probe in probes),
         different_tokens=len({token for probe in probes for token in probe.tokens.ravel().tolist()}),
-        largest_difference=max(_difference(*one) for one in zip(chosen, probes, strict=True)),
+        largest_difference=max(_difference(*pair) for pair in zip(chosen, probes, strict=True)),
         largest_difference_alone=max(alone, default=0.0),
         bound=max(float(probe.bounds.max()) for probe in probes),
         smallest_margin=min(float(probe.margins.min()) for probe in probes),
@@ -139,6 +139,6 @@ def _chosen(engine: Engine[State], place: str, probe: Probe) -> Floats:
 
 def greedy_logits(engine: Engine[State], source: Tokens, mask: Mask, steps: int) -> tuple[Tokens, Floats]:
     """Return greedy tokens [B, T] and their logits; EOS ends nothing, so that every step is compared."""
-    columns = [(one.argmax(-1), one.max(-1)) for one in greedy_calls(engine, source, mask, steps)]
+    columns = [(logits.argmax(-1), logits.max(-1)) for logits in greedy_calls(engine, source, mask, steps)]
     tokens, best = (np.concatenate(column, 1) for column in zip(*columns, strict=True))
     return tokens, best

@@ -14,7 +14,7 @@ from benchmarks.peers.ctranslate2_model import write_ctranslate2_model
 from benchmarks.readme.run import beams_table, engines_table, export_lines
 from fatdeploy.errors import ConfigError
 from fatdeploy.export.models.eager import EagerEngine
-from fatdeploy.export.proof.certify import drawn_probe
+from fatdeploy.export.proof.draw_probes import drawn_probe
 from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from tests.support.benchmark_runs import run_of

@@ -24,7 +24,7 @@ from benchmarks.readme.plots import steps_picture
 from benchmarks.readme.run import ENGINES, quantized_table
 from fatdeploy.bundle import write_manifest
 from fatdeploy.export.models.eager import EagerEngine
-from fatdeploy.export.proof.certify import drawn_probe
+from fatdeploy.export.proof.draw_probes import drawn_probe
 from fatdeploy.export.reference.weights import model_from_preset
 from fatdeploy.runtimes.proof.probes import Probe
 from fatdeploy.spec import Tokens

@@ -27,7 +27,7 @@ from fatdeploy.certificate import (
 from fatdeploy.errors import BundleError
 from fatdeploy.machine import Machine
 from fatdeploy.manifest import FORMAT, PARITY
-from fatdeploy.runtimes.proof.certified import promise_of
+from fatdeploy.runtimes.proof.promise import promise_of
 
 DATA = Path(__file__).parents[1] / "data" / "bundles"
 FORMATS = sorted(path.name for path in DATA.iterdir())

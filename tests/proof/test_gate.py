@@ -4,7 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -29,19 +29,18 @@ from fatdeploy.manifest import DECODER, EMBEDDING, ENCODER, GATE, PARITY, WEIGHT
 from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.engines.protocol import StepOut, Want
-from fatdeploy.runtimes.proof import gate
-from fatdeploy.runtimes.proof.certified import Promise
+from fatdeploy.runtimes.proof import cpu_checks, gate
+from fatdeploy.runtimes.proof.cpu_checks import cpu_class, record_here
 from fatdeploy.runtimes.proof.fidelity import Fidelity
 from fatdeploy.runtimes.proof.gate import (
     Material,
     check_rows,
-    cpu_class,
     read_material,
-    recorded_here,
     token_agreement,
-    verified_quantized,
     write_material,
 )
+from fatdeploy.runtimes.proof.promise import Promise
+from fatdeploy.runtimes.proof.verify import verified_quantized
 from fatdeploy.runtimes.text.tokenizer import Tokenizer, tokenizer_from_file
 from fatdeploy.spec import Tokens
 from tests.support.aligned import aligned
@@ -142,8 +141,8 @@ def test_a_batch_with_a_long_target_has_fewer_rows(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_was_said_has_no_end_and_is_in_reading_order() -> None:
-    assert MATERIAL.said(SPEC) == [[3, 4], [3, 3, 3, 3], [], [3, 4]]
-    assert MATERIAL.said(replace(SPEC, target_order="right_to_left")) == [[4, 3], [3, 3, 3, 3], [], [4, 3]]
+    assert MATERIAL.targets(SPEC) == [[3, 4], [3, 3, 3, 3], [], [3, 4]]
+    assert MATERIAL.targets(replace(SPEC, target_order="right_to_left")) == [[4, 3], [3, 3, 3, 3], [], [4, 3]]
 
 
 def test_material_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -263,14 +262,14 @@ def test_below_an_enforced_bar_is_a_failure(tmp_path: Path) -> None:
         match=r"7 of 11 tokens are the reference's here \(63\.64%\), the bar is 99\.50% and 75\.00% were when it was "
         r"exported: this CPU computes something else",
     ):
-        verified_quantized(FollowingEngine(), bundle)
+        verified_quantized(bundle, FollowingEngine())
 
 
 @pytest.mark.parametrize(("bar", "enforced"), [(0.995, False), (7 / 11, True), (0.5, True)])
 def test_what_reaches_its_bar_or_has_none_is_reported(tmp_path: Path, bar: float, enforced: bool) -> None:
     certificate = certificate_with(bar, enforced=enforced)
     bundle = judged_bundle(tmp_path / "bundle", certificate)
-    assert verified_quantized(FollowingEngine(), bundle) == {
+    assert asdict(verified_quantized(bundle, FollowingEngine())) == {
         "tokens": 11,
         "same_tokens": 7,
         "sequences": 4,
@@ -288,8 +287,8 @@ def test_without_a_bar_only_what_rounding_can_cost_is_forgiven() -> None:
     # 3 tokens of few, a hundredth of many; the certified share of 12 tokens is 9 of them, of 1,000 it is 950.
     assert few.lost(Fidelity(12, 6)) is None
     assert few.lost(Fidelity(12, 5)) == (
-        "5 of 12 tokens are the reference's here (41.67%) and 75.00% were when it was exported, of which another CPU's "
-        "rounding explains 3 tokens at most"
+        "5 of 12 tokens are the reference's here (41.67%) and 75.00% were when it was exported; rounding on another "
+        "machine explains at most 3 tokens"
     )
     assert many.lost(Fidelity(1000, 940)) is None
     assert many.lost(Fidelity(1000, 939)) is not None
@@ -323,11 +322,13 @@ def test_random_weights_that_are_damaged_are_refused_and_those_rounded_otherwise
     assert gated is not None
     assert not gated.enforced
     rounded = with_scales_times(bundle, tmp_path / "rounded", 1 + 2.0**-23)
-    found = verified_quantized(OrtEngine(rounded, threads=1), rounded)
-    assert abs(found["same_tokens"] - gated.agreement.same_tokens) <= 3
+    found = verified_quantized(rounded, OrtEngine(rounded, threads=1))
+    assert abs(found.same_tokens - gated.agreement.same_tokens) <= 3
     damaged = with_scales_times(bundle, tmp_path / "damaged", 1.25)
-    with pytest.raises(ParityFailed, match=r"of 711 tokens .* rounding explains 7 tokens .*; export again with --cpu"):
-        verified_quantized(OrtEngine(damaged, threads=1), damaged)
+    with pytest.raises(
+        ParityFailed, match=r"of 711 tokens .* rounding .* explains at most 7 tokens: .*; export again with --cpu"
+    ):
+        verified_quantized(damaged, OrtEngine(damaged, threads=1))
 
 
 @pytest.mark.parametrize(
@@ -342,7 +343,7 @@ def test_random_weights_that_are_damaged_are_refused_and_those_rounded_otherwise
 def test_a_certificate_without_a_gate_is_an_error_of_the_bundle(tmp_path: Path, certificate: dict[str, Any]) -> None:
     bundle = judged_bundle(tmp_path / "bundle", certificate)
     with pytest.raises(BundleError, match=r"parity\.json cannot be read: gate.*; export the bundle again"):
-        verified_quantized(FollowingEngine(), bundle)
+        verified_quantized(bundle, FollowingEngine())
 
 
 # -- kinds of CPU ------------------------------------------------------------------------------------------------------
@@ -378,8 +379,8 @@ def test_a_record_adds_a_kind_of_cpu_and_replaces_one_of_the_same(
     (first.path / "notes" / "mine.txt").write_text("of a user")
 
     def recorded(machine: Machine, share: float) -> list[tuple[str, str, float]]:
-        monkeypatch.setattr(gate, "this_machine", lambda: machine)
-        recorded_here(read_bundle(first.path), share)
+        monkeypatch.setattr(cpu_checks, "this_machine", lambda: machine)
+        record_here(read_bundle(first.path), share)
         bundle = read_bundle(first.path)
         assert (bundle.digest, bundle.manifest.files.keys()) == (first.digest, first.manifest.files.keys())
         certificate = json.loads(bundle.file(PARITY).read_text())
@@ -400,13 +401,13 @@ def test_a_record_adds_a_kind_of_cpu_and_replaces_one_of_the_same(
 def test_a_record_in_a_damaged_certificate_is_refused(tmp_path: Path, entries: object) -> None:
     bundle = judged_bundle(tmp_path / "bundle", {"checked_on": entries})
     with pytest.raises(BundleError, match=r"parity\.json cannot be read: checked_on.*; export the bundle again"):
-        recorded_here(bundle, 1.0)
+        record_here(bundle, 1.0)
 
 
 @pytest.mark.parametrize("certificate", [[], 3])
 def test_a_certificate_that_is_no_object_is_refused(tmp_path: Path, certificate: object) -> None:
     with pytest.raises(BundleError, match=r"parity\.json cannot be read: expected an object, found "):
-        recorded_here(judged_bundle(tmp_path / "bundle", certificate), 1.0)
+        record_here(judged_bundle(tmp_path / "bundle", certificate), 1.0)
 
 
 # -- judgement ---------------------------------------------------------------------------------------------------------
@@ -474,7 +475,7 @@ def test_the_reference_itself_is_judged_to_be_right_and_another_model_is_not() -
     sources = [one.source for one in random_examples(reference.spec, 1)[:3]]
     most = {"most_steps": RANDOM_STEPS}
     first = Gate(reference, [Example(one) for one in sources], None, **most)
-    said = [" ".join(map(str, row)) for row in first.material.said(reference.spec)]
+    said = [" ".join(map(str, row)) for row in first.material.targets(reference.spec)]
     # Two of three targets are what it says, the third is something that nobody says.
     references = [said[0], said[1], " ".join(["x"] * len(said[2].split()))]
     examples = [Example(ids, (text,)) for ids, text in zip(sources, references, strict=True)]
@@ -580,7 +581,7 @@ def test_what_cannot_be_measured_is_refused_at_once() -> None:
 def test_metrics_of_text_are_better_when_they_are_higher() -> None:
     reference, other = EagerEngine(model_of(TINY)), EagerEngine(model_of("at-tiny"))
     examples = [Example(ids) for ids in (np.array([5, 9, 33]), np.array([40, 8]))]
-    rows = Gate(reference, examples, None, most_steps=20).material.said(reference.spec)
+    rows = Gate(reference, examples, None, most_steps=20).material.targets(reference.spec)
     pairs = [replace(one, references=(" ".join(map(str, row)),)) for one, row in zip(examples, rows, strict=True)]
     for metric in ("bleu", "chrf", "exact_match"):
         found = Gate(reference, pairs, Numbers(), metric=metric, most_steps=20).judged(other).metric

@@ -16,7 +16,7 @@ from fatdeploy.bundle import read_bundle, write_manifest
 from fatdeploy.cli import main
 from fatdeploy.errors import BundleError, ExportFailed, ParityFailed
 from fatdeploy.export.models.eager import EagerEngine
-from fatdeploy.export.proof.certify import drawn_probes
+from fatdeploy.export.proof.draw_probes import drawn_probes
 from fatdeploy.export.reference.checkpoint import save_checkpoint
 from fatdeploy.manifest import PARITY, PROBES
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine

@@ -10,7 +10,7 @@ import torch
 
 from fatdeploy.errors import ExportFailed
 from fatdeploy.export.models.eager import EagerEngine
-from fatdeploy.export.proof.certify import drawn_probe
+from fatdeploy.export.proof.draw_probes import drawn_probe
 from fatdeploy.export.proof.known_tokens import TOGETHER, KnownTokens
 from fatdeploy.manifest import PROBES
 from fatdeploy.runtimes.engines.protocol import StepOut, Want

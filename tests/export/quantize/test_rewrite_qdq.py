@@ -26,7 +26,8 @@ from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.engines.output_matrix import stored_output_rows
 from fatdeploy.runtimes.engines.trt.build.build import BuildRequest, build_engines
-from fatdeploy.runtimes.proof.gate import row_kind, verified_quantized
+from fatdeploy.runtimes.proof.gate import row_kind
+from fatdeploy.runtimes.proof.verify import verified_quantized
 from fatdeploy.targets import TARGETS
 from tests.support.bundles import bundle_of, model_of, shared_bundle
 from tests.support.half_graphs import node, ops, ran, written
@@ -69,8 +70,8 @@ def test_the_gate_judges_standard_graphs_and_a_batch_is_its_rows(
     gate = json.loads(bundle.file(PARITY).read_text())["gate"]
     assert gate["agreement"]["share"] > 0.9
     assert gate["row_difference"] <= bound
-    found = verified_quantized(OrtEngine(bundle, threads=1), bundle)
-    assert found["share"] == gate["agreement"]["share"]
+    found = verified_quantized(bundle, OrtEngine(bundle, threads=1))
+    assert found.share == gate["agreement"]["share"]
     histogram = manifest.histograms[DECODER]["quantized"]
     # Six matrices a layer, the output's and the embedding; the activations of int8 beside.
     assert (histogram["DequantizeLinear"] == 14) == (activations == "float")

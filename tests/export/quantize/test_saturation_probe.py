@@ -22,7 +22,8 @@ from fatdeploy.machine import this_machine
 from fatdeploy.manifest import DECODER, ENCODER, SATURATION, Quantization
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.engines.ort.saturation import check_saturation, refuse_overflow
-from fatdeploy.runtimes.proof.gate import cpu_class, verified_quantized
+from fatdeploy.runtimes.proof.cpu_checks import cpu_class
+from fatdeploy.runtimes.proof.verify import verified_quantized
 from fatdeploy.spec import SATURATION_INPUT, SATURATION_OUTPUT
 from fatdeploy.targets import CpuClass
 from tests.support.bundles import bundle_of, model_of
@@ -185,7 +186,7 @@ def test_a_bundle_of_eight_bits_uses_them_and_is_right_where_nothing_overflows()
     assert (said.cpu, said.weight_bits) == (here, 8)
     assert [largest_weight(one) for one in (bundle, seven)] == [127, 63]
     engine = OrtEngine(bundle)
-    found = verified_quantized(engine, bundle)
+    found = verified_quantized(bundle, engine)
     assert (found["row_difference"], found["share"]) == (0.0, found["recorded_share"])
     ids = np.arange(64)
     exact = EagerEngine(model_of("transformer-tiny")).output_rows(ids)

@@ -3,13 +3,12 @@
 It needs numpy and TensorRT alone: engines of TensorRT are built on the device itself.
 """
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fatdeploy.bundle import Bundle, graph_hash, read_bundle, write_manifest
+from fatdeploy.bundle import Bundle, copy_files, graph_hash, read_bundle, write_manifest
 from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, ExportFailed, in_one_line
 from fatdeploy.folders import replaced_folder
 from fatdeploy.manifest import GRAPHS
@@ -124,9 +123,7 @@ def build_engines(path: Path, asked: BuildRequest, *, stage: Stage, keep_onnx: b
     bundle = read_bundle(path)
     plan = planned(asked, bundle.spec)
     with replaced_folder(bundle.path, force=True) as new:
-        for name in bundle.manifest.files:
-            (new / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(bundle.path / name, new / name)
+        copy_files(bundle, new)
         add_engines(new, bundle, plan, stage=stage)
         if not keep_onnx:
             drop_graphs(new)

@@ -1,0 +1,111 @@
+"""``fatdeploy.export_model``: the export command as a Python call. torch is imported when it is called."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fatdeploy.errors import ConfigError
+from fatdeploy.exporter import need_export_packages
+from fatdeploy.targets import DEFAULT_TARGET, TARGETS, Precision, Target, either, engine_targets
+
+if TYPE_CHECKING:
+    # Not at run time: `import fatdeploy` and the help need neither torch nor numpy.
+    from torch import nn
+
+    from fatdeploy.bundle import Bundle
+    from fatdeploy.export.models.exportable import Choices
+    from fatdeploy.export.pipeline import Finish
+    from fatdeploy.export.quantize.quantizer import QuantizeRequest
+    from fatdeploy.runtimes.engines.trt.build.build import BuildRequest
+    from fatdeploy.spec import ModelSpec
+
+log = logging.getLogger("fatdeploy")
+
+
+def export_model(
+    source: "str | nn.Module",
+    out: str | Path,
+    *,
+    target: Target = DEFAULT_TARGET,
+    precision: "Precision | QuantizeRequest" = "fp32",
+    choices: "Choices | None" = None,
+    licence: str | None = None,
+    tokenizer: str | Path | None = None,
+    calibration: str | Path | None = None,
+    probes: str | Path | None = None,
+    engines: "BuildRequest | bool" = True,
+    force: bool = False,
+    progress: Callable[[str], None] = log.info,
+) -> "Bundle":
+    """Turn a model into a bundle in the folder ``out``, prove it right, and return it.
+
+    ``source`` is what ``fatdeploy export`` takes (a preset, a checkpoint's folder, ``package.module:factory``), or a
+    model itself. ``precision`` is a name, or a ``QuantizeRequest`` with everything that can be chosen for integers.
+    ``choices`` are limits and outputs of the contract. ``tokenizer`` is a tokenizer.json; ``calibration`` and
+    ``probes`` are the files that a quantization of trained weights reads; each defaults to what ``source`` brings. For
+    TensorRT targets ``engines`` says how engines are built; False leaves that to the device (``fatdeploy build``).
+    ``progress`` is called with the name of each stage. A failure leaves whatever ``out`` held before.
+    """
+    need_export_packages()
+    from fatdeploy.export.models.exportable import exportable_model
+    from fatdeploy.export.models.loading import model_from_source
+    from fatdeploy.export.pipeline import Origin, write_bundle
+
+    if target not in TARGETS:
+        raise ConfigError(f"target must be one of {either(TARGETS)}, found {target!r}")
+    if isinstance(source, str):
+        model, origin = model_from_source(source, licence=licence)
+    else:
+        model, origin = source, Origin(name=type(source).__name__, licence=licence)
+    origin = replace(
+        origin,
+        tokenizer=_path(tokenizer) or origin.tokenizer,
+        calibration=_path(calibration) or origin.calibration,
+        probes=_path(probes) or origin.probes,
+    )
+    exportable = exportable_model(model, choices)
+    return write_bundle(
+        exportable,
+        Path(out),
+        origin=origin,
+        target=target,
+        precision=precision,
+        finish=engine_stage(target, engines, exportable.spec, progress),
+        force=force,
+        stage=progress,
+    )
+
+
+def _path(name: str | Path | None) -> Path | None:
+    return None if name is None else Path(name)
+
+
+def engine_stage(
+    target: Target, engines: "BuildRequest | bool", spec: "ModelSpec", progress: Callable[[str], None]
+) -> "Finish | None":
+    """Return what turns graphs into a TensorRT bundle; None for other targets.
+
+    A build that is impossible is refused here, before anything is traced.
+    """
+    from functools import partial
+
+    from fatdeploy.errors import BackendUnavailable
+    from fatdeploy.runtimes.engines.trt.build.build import BuildRequest, finish_bundle, planned
+
+    flavour = TARGETS[target].flavour
+    if flavour is None:
+        if engines is not True:
+            raise ConfigError(f"no engines are built for {target}: say --target {either(engine_targets())}")
+        return None
+    if engines is False:
+        return partial(finish_bundle, target=flavour, plan=None, stage=progress)
+    request = BuildRequest(flavour=flavour) if engines is True else engines
+    try:
+        plan = planned(request, spec)
+    except BackendUnavailable as error:
+        raise BackendUnavailable(
+            f"{error}. To write the graphs alone, and build their engines on the device, pass --no-build"
+        ) from error
+    return partial(finish_bundle, target=flavour, plan=plan, stage=progress)
