@@ -13,7 +13,7 @@ GPU_ARGS ?=
 
 WHEEL_VENV := .venv-wheel
 
-.PHONY: demo test test-slow lint types pytest format bench test-gpu check-tag dist wheel-test clean
+.PHONY: demo test test-slow lint types pytest format bench readme test-gpu check-tag dist wheel-test clean
 
 demo: $(VENV)/.export
 	$(BIN)/fatdeploy demo --bundle build/g2p.bundle
@@ -53,6 +53,10 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.loop.run
 	$(BIN)/python -m benchmarks.load.run
 	$(BIN)/python -m benchmarks.g2p.run $(if $(wildcard build/g2p/transformer),--compared build/g2p/transformer)
+	$(BIN)/python -m benchmarks.readme.run
+
+# Tables and pictures of README and docs, from the committed results.
+readme: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.readme.run
 
 # On a machine with an NVIDIA GPU: every test that needs one and a benchmark of each GPU target, in gpu-report.json.

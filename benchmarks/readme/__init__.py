@@ -1,1 +1,1 @@
-"""The README's tables and picture, from the committed results."""
+"""The tables and pictures of README and docs, from the committed results."""

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from benchmarks.beams import rows as beam_rows
-from benchmarks.readme.run import beam_rows_lines
+from benchmarks.readme.engine_tables import beam_rows_lines
 
 
-def test_a_run_writes_what_the_readme_reads(tmp_path: Path) -> None:
+def test_a_run_writes_what_the_docs_read(tmp_path: Path) -> None:
     arguments = ["--position", "5", "--sources", "2", "--calls", "10", "--out", str(tmp_path / "result.json")]
     run = click.testing.CliRunner().invoke(beam_rows.main, arguments)
     assert run.exit_code == 0, run.output

@@ -1,4 +1,4 @@
-"""The benchmarks: CTranslate2 is given the same model, and a run writes what the README reads. No time is judged."""
+"""The benchmarks: CTranslate2 is given the same model, and a run writes what the docs read. No time is judged."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,8 @@ from benchmarks.beams.prepare import MarginEngine, Unsafe
 from benchmarks.harness.measuring import Kept
 from benchmarks.peers.ctranslate2_decoding import Translation
 from benchmarks.peers.ctranslate2_model import write_ctranslate2_model
-from benchmarks.readme.run import beams_table, engines_table, export_lines
+from benchmarks.readme.engine_tables import beams_table, engines_table
+from benchmarks.readme.other_tables import export_lines
 from fatdeploy.errors import ConfigError
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.proof.draw_probes import drawn_probe
@@ -97,7 +98,7 @@ def test_a_run_tells_phases_apart_where_the_engine_does(result: dict[str, Any]) 
     assert memory["after_load_bytes"] > memory["after_import_bytes"] > 0
 
 
-def test_the_readme_shows_the_peer_once_in_its_best_setting(result: dict[str, Any]) -> None:
+def test_the_docs_show_the_peer_once_in_its_best_setting(result: dict[str, Any]) -> None:
     lines = engines_table(result).splitlines()
     assert [line.split(" | ")[1].split(",")[0] for line in lines[2:5]] == [
         "fatdeploy",
@@ -150,11 +151,11 @@ def test_a_shortlist_is_compared_with_the_whole_vocabulary(beams: dict[str, Any]
     assert listed["ratio_to_full"]["per_token_by_difference"]["min"] == step[1] / step[0]
 
 
-def test_the_readme_tells_beams_memory_and_shortlists(beams: dict[str, Any]) -> None:
+def test_the_docs_tell_beams_memory_and_shortlists(beams: dict[str, Any]) -> None:
     lines = beams_table(beams).splitlines()
     assert [line.split(" | ")[1].split(",")[0] for line in lines[2:4]] == ["fatdeploy", "CTranslate2"]
     assert " | 1.00 / 1.00 | " in lines[3]
-    assert re.match(r"Beside this: with 1 beam the process .* with 3 beams .* a shortlist of 24 tokens", lines[5])
+    assert re.match(r"Also measured: with 1 beam the process .* with 3 beams .* a shortlist of 24 tokens", lines[5])
 
 
 @pytest.mark.parametrize("beams", [1, 3])

@@ -1,4 +1,4 @@
-"""The benchmark of the bundled model: which bundle it measures, what it must reach, and what the README says of it."""
+"""The benchmark of the bundled model: which bundle it measures, what it must reach, and what the docs say of it."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.g2p import run as g2p
 from benchmarks.g2p.targets import OURS, targets
-from benchmarks.readme.run import g2p_lines
+from benchmarks.readme.other_tables import g2p_lines
 from fatdeploy.export.g2p import CHECKPOINT, NAME
 
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "g2p.json"
@@ -86,7 +86,7 @@ def test_targets_are_those_of_the_rows() -> None:
     assert [(one["found"], one["met"]) for one in targets([])] == [(None, None)] * 8
 
 
-def test_the_readme_says_of_each_target_whether_it_is_met() -> None:
+def test_the_docs_say_of_each_target_whether_it_is_met() -> None:
     result = json.loads(RESULT.read_text())
     held = targets(result["results"])
     lines = g2p_lines(result).splitlines()

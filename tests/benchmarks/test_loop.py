@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.loop import run as loop_overhead
 from benchmarks.loop.turns import BEAMS, CHECKS, CaseName, CostlessEngine, Sizes, Turn, allocated, overhead
-from benchmarks.readme.run import loop_table
+from benchmarks.readme.other_tables import loop_table
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.engines.protocol import StepOut, Want
@@ -91,7 +91,7 @@ def test_a_step_of_every_search_is_timed_but_for_the_first_and_the_last() -> Non
     assert np.array([*result["bytes"].values()]).min() > 0
 
 
-def test_a_run_writes_what_the_readme_reads(tmp_path: Path) -> None:
+def test_a_run_writes_what_the_docs_read(tmp_path: Path) -> None:
     sizes = "--case top_p --vocab-size 64 --vocab-size 200 --steps 40 --positions 10 30 --rounds 1 --repetitions 1"
     arguments = [*sizes.split(), "--cache", str(tmp_path), "--out", str(tmp_path / "result.json")]
     run = click.testing.CliRunner().invoke(loop_overhead.main, arguments)

@@ -1,5 +1,6 @@
 """The benchmark of quantized bundles: every peer has the same model, agreement is counted, targets are judged right."""
 
+import re
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +21,9 @@ from benchmarks.quantized.prepare import prepare_bundle
 from benchmarks.quantized.run import Plan
 from benchmarks.quantized.targets import targets
 from benchmarks.quantized.turns import QuantizedTurn, agreeing_prefix, checked
-from benchmarks.readme.plots import steps_picture
-from benchmarks.readme.run import ENGINES, quantized_table
+from benchmarks.readme.engine_tables import quantized_table, speed_table
+from benchmarks.readme.phrases import ENGINES
+from benchmarks.readme.pictures import OTHERS, OURS, speed_picture
 from fatdeploy.bundle import write_manifest
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.proof.draw_probes import drawn_probe
@@ -250,7 +252,7 @@ def test_a_run_says_agreement_memory_and_size_beside_every_time(result: dict[str
 def test_the_readme_shows_each_engine_in_its_best_setting_and_what_is_missed(result: dict[str, Any]) -> None:
     shown = [row for row in result["results"] if row["best_setting"]]
     assert [row["engine"] for row in shown] == ["fatdeploy", "fatdeploy", "ctranslate2", "plain", "reference"]
-    lines = quantized_table(result).splitlines()[2:]  # after the picture
+    lines = quantized_table(result).splitlines()
     assert [line.split(" | ")[1].split(",")[0] for line in lines[2:7]] == [
         "fatdeploy",
         "fatdeploy",
@@ -281,7 +283,7 @@ def test_a_run_shows_where_a_step_goes_and_what_it_reads(result: dict[str, Any])
     table = quantized_table(result)
     assert "| `MultiHeadAttention` | " in table
     assert (
-        "| where a step goes, int8, 1 thread: ms by onnxruntime's record, which costs time itself | batch 2 |" in table
+        "| where a step goes, int8, 1 thread: ms in onnxruntime's profile, which costs time itself | batch 2 |" in table
     )
 
 
@@ -290,12 +292,33 @@ def rows_bytes(result: dict[str, Any]) -> int:
     return found
 
 
+def bar_width(path: str) -> float:
+    corners = [float(x) for x in re.findall(r"[ML] ([\d.]+) ", path)]
+    return max(corners) - min(corners)
+
+
+def test_the_table_of_the_readme_has_one_row_per_engine(result: dict[str, Any]) -> None:
+    rows = [row for row in result["results"] if row["best_setting"]]
+    lines = speed_table(result, batch=2).splitlines()
+    assert [re.findall(r"\d+\.\d\d", line)[0] for line in lines[2:7]] == [
+        f"{row['phases'][STEP]['p50_ms']:.2f}" for row in rows
+    ]
+    assert lines[7] == ""
+    assert "Measured on" in lines[8]
+
+
 def test_the_picture_has_a_bar_for_each_engine_as_long_as_its_step(result: dict[str, Any]) -> None:
     rows = [row for row in result["results"] if row["best_setting"]]
-    drawn = ElementTree.fromstring(steps_picture(rows, ENGINES, STEP))
-    bars = [float(one.get("width", 0)) for one in drawn.iter("{http://www.w3.org/2000/svg}rect")]
+    picture = speed_picture(rows, ENGINES, STEP)
+    assert picture == speed_picture(rows, ENGINES, STEP)
+    drawn = ElementTree.fromstring(picture)
+    bars = [
+        bar_width(path.get("d", ""))
+        for path in drawn.iter("{http://www.w3.org/2000/svg}path")
+        if any(f"fill: {colour}" in path.get("style", "") for colour in (OURS, OTHERS))
+    ]
     steps = [row["phases"][STEP]["p50_ms"] for row in rows]
     longest = max(zip(steps, bars, strict=True))
-    assert bars == pytest.approx([max(1.0, step / longest[0] * longest[1]) for step in steps], abs=0.1)
-    texts = [one.text or "" for one in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert bars == pytest.approx([step / longest[0] * longest[1] for step in steps], abs=0.1)
+    texts = [text.text or "" for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert "CTranslate2, int8" in texts or "CTranslate2, float32" in texts

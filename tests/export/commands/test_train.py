@@ -27,6 +27,7 @@ from fatdeploy.export.training.resume import STATE, load_record
 from fatdeploy.export.training.run import CURVE, REPORT, Training
 from fatdeploy.export.training.tokenizers import loaded_tokenizer
 from fatdeploy.runtimes.decoding.loop import decode
+from tests.support.pages import page
 from tests.support.terminal import on_a_terminal
 from tests.support.trainings import plan, spelled
 
@@ -378,7 +379,7 @@ def test_a_folder_that_cannot_be_written_is_refused(pairs: Path, tmp_path: Path)
     assert error_of(train(pairs, pairs, "--force")).startswith(f"cannot train in {pairs}: ")
 
 
-def test_the_readme_names_every_option() -> None:
-    section = (ROOT / "README.md").read_text().partition("\n## Train your own\n")[2].partition("\n## ")[0]
+def test_its_page_names_every_option() -> None:
+    section = page("docs/training.md")
     named = set(re.findall(r"--[a-z][a-z-]*", section))
     assert named == {option for param in train_command.params for option in param.opts if option.startswith("--")}

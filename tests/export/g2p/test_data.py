@@ -19,6 +19,7 @@ from fatdeploy.export.g2p.data import (
     parts_of,
 )
 from fatdeploy.pairs import read_pairs
+from tests.support.pages import page
 
 TEXT = f"""\
 # a comment, and a blank line
@@ -72,8 +73,8 @@ def test_a_missing_dictionary_is_one_line_with_what_to_type(tmp_path: Path, monk
     assert not (tmp_path / "g2p").exists()
 
 
-def test_the_readme_names_the_package_and_the_words_that_are_taken() -> None:
-    readme = (Path(__file__).parents[3] / "README.md").read_text()
-    assert f"pip install {PACKAGE}" in readme
-    assert f"`{WORD.pattern}`" in readme
-    assert f"at most {MOST_PHONEMES} phonemes" in readme
+def test_its_page_names_the_package_and_the_words_that_are_taken() -> None:
+    text = page("docs/g2p.md")
+    assert f"pip install {PACKAGE}" in text
+    assert f"`{WORD.pattern}`" in text
+    assert f"at most {MOST_PHONEMES} phonemes" in text

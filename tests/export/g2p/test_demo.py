@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
@@ -13,6 +12,7 @@ from fatdeploy.export.commands.export import demo as demo_command
 from fatdeploy.export.g2p.demo import Pronounced, picture_lines
 from fatdeploy.manifest import MANIFEST
 from tests.support.bundles import bundle_of
+from tests.support.pages import PAGES
 from tests.support.quantized import quantized_g2p
 from tests.support.words import g2p_bundle
 
@@ -68,9 +68,9 @@ def test_a_bundle_that_is_not_the_demonstrations_is_neither_shown_nor_replaced()
         assert (bundle.path / MANIFEST).read_bytes() == before
 
 
-def test_no_command_of_the_readme_writes_where_the_demonstration_puts_its_bundle() -> None:
+def test_no_command_of_a_page_writes_where_the_demonstration_puts_its_bundle() -> None:
     [default] = [option.default for option in demo_command.params if option.name == "bundle"]
-    assert f"--out {default}" not in (Path(__file__).parents[3] / "README.md").read_text()
+    assert not [str(path) for path in PAGES if f"--out {default}" in path.read_text()]
 
 
 @pytest.mark.parametrize(("weights", "drawn"), [([0.9, 0.1, 0.0], "█    "), ([0.2, 0.4, 0.1], "▒ █ ░")])

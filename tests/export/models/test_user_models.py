@@ -1,4 +1,4 @@
-"""A model of your own: the README's example through the command line, and what is wrong with one said in one line."""
+"""A model of your own: the example of its page through the command line, and every mistake in one line."""
 
 import re
 import sys
@@ -24,15 +24,15 @@ from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.engines.protocol import Capacity, Engine, Want
 from fatdeploy.targets import Dialect
 from tests.support.bundles import shared_bundle
+from tests.support.pages import blocks
 
-README = (Path(__file__).parents[3] / "README.md").read_text()
-[EXAMPLE] = re.findall(r"## Your own model\n.*?```python\n(.*?)```", README, re.DOTALL)
+[EXAMPLE] = [block.code for block in blocks("python") if block.page.name == "your-own-model.md"]
 TARGETS: list[tuple[str, Dialect]] = [("ort-cpu", "ort"), ("onnx", "standard")]
 
 
 def build() -> Any:
     names: dict[str, Any] = {}
-    exec(compile(EXAMPLE, "README.md", "exec"), names)
+    exec(compile(EXAMPLE, "your-own-model.md", "exec"), names)
     return names["build"]()
 
 
@@ -61,7 +61,7 @@ def bundle(request: pytest.FixtureRequest, tmp_path: Path) -> Bundle:
     return found
 
 
-def test_the_readmes_model_is_decoded_as_in_pytorch(bundle: Bundle) -> None:
+def test_the_model_of_the_page_is_decoded_as_in_pytorch(bundle: Bundle) -> None:
     draw = np.random.default_rng(0)
     sources = [draw.integers(3, 64, length).tolist() for length in (1, 2, 5, 31, 32, 7, 8, 9)]
     expected = decode(EagerEngine(build()), sources)
@@ -142,7 +142,7 @@ def test_everything_that_a_model_lacks_is_said_at_once() -> None:
 
 
 def changed(method: str, change: Callable[..., Any]) -> nn.Module:
-    """Return the README's model with what one of its methods returns changed."""
+    """Return the page's model with what one of its methods returns changed."""
     model = build()
     old = getattr(model, method)
     setattr(model, method, lambda *arguments: change(old(*arguments), *arguments))
