@@ -2,7 +2,17 @@
 
 from typing import Any
 
-from benchmarks.readme.phrases import ENGINES, STEP, counted, machine_line, setting, shown, targets_table, where
+from benchmarks.readme.phrases import (
+    ENGINES,
+    STEP,
+    counted,
+    machine_line,
+    setting,
+    shown,
+    targets_met,
+    targets_table,
+    where,
+)
 
 PROFILED_OPS = 5
 
@@ -80,7 +90,20 @@ def speed_table(result: dict[str, Any], batch: int = 1) -> str:
                 f"| {shown(size and size / 1e6, '.0f')} | {shown(forced, '.1%')} |"
             )
     caption = f"{where(result, ('onnxruntime', 'ctranslate2', 'torch'))}; random weights, each engine at its best."
-    return "\n".join([*lines, "", f"{caption} [All tables](docs/benchmarks.md)."])
+    more = f"{largest_batch(result)} {targets_met(result['targets'])} ([all tables](docs/benchmarks.md))."
+    return "\n".join([*lines, "", more, caption])
+
+
+def largest_batch(result: dict[str, Any]) -> str:
+    """Return speed and agreement at the largest batch, so that the table's batch does not stand for all of them."""
+    batch = max(row["batch"] for row in result["results"])
+    facts = [
+        f"{ENGINES[row['engine']].partition(',')[0]} {row['precision']} {shown(row['times_faster'][STEP], '.2f')}× "
+        f"with {shown(row['agreement']['forced'], '.1%')} of the tokens"
+        for row in result["results"]
+        if row["best_setting"] and row["batch"] == batch and row["engine"] in ("fatdeploy", "ctranslate2")
+    ]
+    return f"At batch {batch}, CTranslate2's speed being 1: {', '.join(facts)}."
 
 
 def profile_lines(profiles: list[dict[str, Any]], precision: str = "int8") -> list[str]:

@@ -304,7 +304,11 @@ def test_the_table_of_the_readme_has_one_row_per_engine(result: dict[str, Any]) 
         f"{row['phases'][STEP]['p50_ms']:.2f}" for row in rows
     ]
     assert lines[7] == ""
-    assert "Measured on" in lines[8]
+    first, times = rows[0], rows[0]["times_faster"][STEP]
+    share = f"{first['agreement']['forced']:.1%} of the tokens"
+    assert f"speed being 1: fatdeploy {first['precision']} {times:.2f}× with {share}, " in lines[8]
+    assert f" of {len(result['targets'])} targets are met (" in lines[8]
+    assert lines[9].startswith("Measured on ")
 
 
 def test_the_picture_has_a_bar_for_each_engine_as_long_as_its_step(result: dict[str, Any]) -> None:
