@@ -21,7 +21,6 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 FORMS = [path for path in sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")) if path.name != "config.yml"]
 PROSE = [
     ROOT / "SECURITY.md",
-    ROOT / "CONTRIBUTING.md",
     ROOT / ".github" / "pull_request_template.md",
     *FORMS,
     *WORKFLOWS,
