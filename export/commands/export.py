@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Unpack, get_args
 import click
 
 from fatdeploy.errors import BackendUnavailable
-from fatdeploy.runtimes.commands.build import BuildArguments, build_options, engine_lines, progress
+from fatdeploy.runtimes.commands.build import BuildArguments, build_options, engine_lines
+from fatdeploy.runtimes.commands.progress import show_stage
 from fatdeploy.tables import aligned
 from fatdeploy.targets import (
     DEFAULT_TARGET,
@@ -119,7 +120,7 @@ def demo(words: tuple[str, ...], bundle: Path, as_json: bool) -> None:
     need_export_packages()
     from fatdeploy.export.g2p.demo import WORDS, demonstrated, picture_lines
 
-    shown = demonstrated(words or WORDS, bundle, progress)
+    shown = demonstrated(words or WORDS, bundle, show_stage)
     if as_json:
         click.echo(json.dumps(shown.as_dict()))
         return
@@ -283,9 +284,9 @@ def export(
         origin=with_files(origin, chosen),
         target=target,
         precision=precision,
-        finish=engines_of(target, chosen, exportable.spec, progress),
+        finish=engines_of(target, chosen, exportable.spec, show_stage),
         force=force,
-        stage=progress,
+        stage=show_stage,
     )
     certificate = read_certificate(bundle)
     if as_json:

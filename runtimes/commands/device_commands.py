@@ -1,8 +1,6 @@
 """Commands that need no torch, and how their results are shown."""
 
 import json
-import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -14,6 +12,7 @@ import click
 from fatdeploy.errors import ConfigError
 from fatdeploy.machine import Machine
 from fatdeploy.runtimes.commands.engine_options import EngineArguments, engine_options
+from fatdeploy.runtimes.commands.progress import progress_bar
 from fatdeploy.runtimes.doctor.abilities import ability_line
 from fatdeploy.runtimes.doctor.cuda_driver import Cuda
 from fatdeploy.runtimes.doctor.examine import PackageReport, PackageState, Problem, Report, examine
@@ -165,8 +164,7 @@ def inspect(bundle: Path, as_json: bool) -> None:
 
 def watched(batches: list[Batch]) -> AbstractContextManager[Iterable[Batch]]:
     """Show on standard error how far a list has come, unless nobody looks or --quiet was given."""
-    quiet = not logging.getLogger("fatdeploy").isEnabledFor(logging.WARNING)
-    return click.progressbar(batches, label="comparing", file=sys.stderr, hidden=quiet or not sys.stderr.isatty())
+    return progress_bar(batches, "comparing")
 
 
 def report_lines(report: Report) -> Iterator[str]:
