@@ -7,7 +7,8 @@ from typing import Unpack, get_args
 import click
 
 from fatdeploy.exporter import need_export_packages
-from fatdeploy.runtimes.commands.build import BuildArguments, build_options, engine_lines, progress
+from fatdeploy.runtimes.commands.build import BuildArguments, build_options, engine_lines
+from fatdeploy.runtimes.commands.progress import show_stage
 from fatdeploy.tables import aligned
 from fatdeploy.targets import (
     DEFAULT_TARGET,
@@ -93,7 +94,7 @@ def demo(words: tuple[str, ...], bundle: Path, as_json: bool) -> None:
     need_export_packages()
     from fatdeploy.export.g2p.demo import WORDS, demonstrated, picture_lines
 
-    shown = demonstrated(words or WORDS, bundle, progress)
+    shown = demonstrated(words or WORDS, bundle, show_stage)
     if as_json:
         click.echo(json.dumps(shown.as_dict()))
         return
@@ -257,7 +258,7 @@ def export(
         probes=chosen["probes"],
         engines=engines_of(target, chosen),
         force=force,
-        progress=progress,
+        progress=show_stage,
     )
     certificate = read_certificate(bundle)
     if as_json:

@@ -1,7 +1,6 @@
 """``fatdeploy train``: options, the live line, and what is said at the end."""
 
 import json
-import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ import click
 
 from fatdeploy.export.training.settings import TrainSettings
 from fatdeploy.exporter import need_export_packages
+from fatdeploy.runtimes.commands.progress import is_quiet
 
 if TYPE_CHECKING:
     # Not at run time: a command's help must not need torch.
@@ -183,19 +183,15 @@ class _Line:
 
 @contextmanager
 def _live_line(training: "Training") -> Iterator[_Line]:
-    line = _Line(training, visible=_speaks() and sys.stderr.isatty())
+    line = _Line(training, visible=not is_quiet() and sys.stderr.isatty())
     try:
         yield line
     finally:
         line.clear()
 
 
-def _speaks() -> bool:
-    return logging.getLogger("fatdeploy").isEnabledFor(logging.WARNING)
-
-
 def _say(text: str) -> None:
-    if _speaks():
+    if not is_quiet():
         click.echo(text, err=True)
 
 

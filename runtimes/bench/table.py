@@ -35,12 +35,27 @@ RIGHT = frozenset(HEAD) - {"batch", "beams", "phase"}
 
 def report_lines(report: dict[str, Any]) -> Iterator[str]:
     """Yield sections for a human, then where it was measured."""
-    for (label, threads), rows in groupby(report["rows"], key=lambda row: (row["bundle"], row["threads"])):
-        group = list(rows)
-        yield f"{label}, {counted(threads, 'thread')}: {section_line(group[0])}"
+    for name, group in sections_of(report["rows"]):
+        yield f"{name}: {section_line(group[0])}"
         yield from aligned(_right_aligned([HEAD, *table_cells(group)]), indent=2)
         yield ""
     yield where_line(report)
+
+
+def sections_of(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield the name of each bundle with its number of threads, and its rows."""
+    for (label, threads), group in groupby(rows, key=lambda row: (row["bundle"], row["threads"])):
+        yield f"{label}, {counted(threads, 'thread')}", list(group)
+
+
+def setting_name(row: dict[str, Any]) -> str:
+    """Return the setting of a row in words."""
+    return f"batch {row['batch']}, {search_name(row['beams'])}"
+
+
+def search_name(beams: int) -> str:
+    """Return the kind of search in words."""
+    return "greedy" if beams == 1 else counted(beams, "beam")
 
 
 def section_line(row: dict[str, Any]) -> str:

@@ -1,7 +1,6 @@
 """``fatdeploy build`` and the options of engines. It needs TensorRT and numpy, imported when it runs, and no torch."""
 
 import json
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, get_args
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, get_args
 import click
 
 from fatdeploy.errors import ConfigError, in_one_line
+from fatdeploy.runtimes.commands.progress import show_stage
 from fatdeploy.targets import Flavour
 
 if TYPE_CHECKING:
@@ -78,12 +78,6 @@ def refuse_engine_options(chosen: Mapping[str, Any], why: str) -> None:
         raise ConfigError(in_one_line(why, reasons))
 
 
-def progress(stage: str) -> None:
-    """Say on standard error what begins, unless --quiet was given."""
-    if logging.getLogger("fatdeploy").isEnabledFor(logging.WARNING):
-        click.echo(f"{stage} …", err=True)
-
-
 def engine_lines(bundle: "Bundle") -> list[str]:
     """Say which engines a bundle has, a line each."""
     return [
@@ -129,7 +123,7 @@ def build(
     from fatdeploy.runtimes.engines.trt.build.build import build_engines, chosen_flavour
 
     asked = asked_engines(chosen_flavour(bundle, flavour), chosen)
-    built = build_engines(bundle, asked, stage=progress, keep_onnx=keep_onnx)
+    built = build_engines(bundle, asked, stage=show_stage, keep_onnx=keep_onnx)
     if as_json:
         plans = [
             {**json_from_record(one), "bytes": built.manifest.files[one.file].size} for one in built.manifest.plans

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 import click
 
 from fatdeploy.errors import ConfigError
+from fatdeploy.runtimes.text.token_ids import ids_from_text
 
 if TYPE_CHECKING:
     # Not at run time: a command's help must not need numpy.
@@ -173,14 +174,6 @@ def options_from_arguments(arguments: DecodeArguments, *, as_ids: bool, scores: 
     given["forced_tokens"] = list(arguments["forced_tokens"])
     given["shortlist"] = None if arguments["shortlist"] is None else _listed_ids(arguments["shortlist"])
     return DecodeOptions(**given, scores=scores)
-
-
-def ids_from_text(place: str, text: str) -> list[int]:
-    """Return the token ids that stand in a text."""
-    try:
-        return [int(word) for word in text.split()]
-    except ValueError as error:
-        raise ConfigError(f"{place}: expected token ids with blanks between them, found {text[:40]!r}") from error
 
 
 def _listed_ids(path: Path) -> list[int]:

@@ -1,7 +1,7 @@
-"""Options that commands share: how a bundle is run."""
+"""Options that several commands share: how a bundle runs, and how sources are batched."""
 
 from collections.abc import Callable
-from typing import Any, TypedDict, TypeVar, get_args
+from typing import Any, TypedDict, TypeVar, cast, get_args
 
 import click
 
@@ -9,9 +9,26 @@ from fatdeploy.targets import Provider
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+spinning_option = click.option(
+    "--spinning/--no-spinning",
+    default=True,
+    show_default=True,
+    help="Keep cores busy while threads wait: faster alone, slower next to other programs.",
+)
+truncate_option = click.option(
+    "--truncate", is_flag=True, help="Cut sources that are too long instead of refusing them."
+)
+batch_tokens_option = click.option(
+    "--batch-tokens",
+    default=8192,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Positions to decode together: targets times the lengths of source and target. Changes no result.",
+)
+
 
 class EngineArguments(TypedDict):
-    """What the options below become: the keywords of the engine."""
+    """The values of the options below: the keywords of the engine."""
 
     threads: int | None
     spinning: bool
@@ -20,31 +37,31 @@ class EngineArguments(TypedDict):
 
 
 def engine_options(command: Command) -> Command:
-    """Add the options that say how a bundle is run."""
+    """Add the options that say how a bundle runs."""
     options = (
         click.option(
-            "--threads", type=click.IntRange(1), help="Threads of onnxruntime; as many as there are cores unless said."
+            "--threads", type=click.IntRange(1), help="Number of onnxruntime threads (default: one per core)."
         ),
-        click.option(
-            "--spinning/--no-spinning",
-            default=True,
-            show_default=True,
-            help="Threads that wait keep their cores busy: quicker alone, slower beside other programs.",
-        ),
+        spinning_option,
         click.option(
             "--provider",
             "providers",
             multiple=True,
             type=click.Choice(get_args(Provider)),
-            help="Where onnxruntime runs, what the bundle was exported for unless said; what is not here is an error.",
+            help="Where onnxruntime runs (default: what the bundle was exported for). It never falls back silently.",
         ),
         click.option(
             "--cuda-graphs/--no-cuda-graphs",
             default=True,
             show_default=True,
-            help="Record the steps of a TensorRT bundle and replay them; only for those.",
+            help="Record the steps of a TensorRT bundle and replay them; for TensorRT only.",
         ),
     )
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def popped_engine_arguments(arguments: Any) -> EngineArguments:
+    """Return the engine's keywords, removed from all arguments of a command."""
+    return cast("EngineArguments", {name: arguments.pop(name) for name in EngineArguments.__annotations__})

@@ -1,9 +1,8 @@
-"""The command that evaluates: a bundle against a file of pairs."""
+"""``fatdeploy eval``: scores a bundle on a file of pairs."""
 
 import json
 import logging
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
@@ -12,17 +11,22 @@ import click
 
 from fatdeploy.errors import BackendUnavailable, ConfigError
 from fatdeploy.pairs import read_pairs
-from fatdeploy.runtimes.commands.engine_options import EngineArguments, engine_options
-from fatdeploy.runtimes.commands.run_output import Given
+from fatdeploy.runtimes.commands.engine_options import (
+    EngineArguments,
+    batch_tokens_option,
+    engine_options,
+    popped_engine_arguments,
+    truncate_option,
+)
+from fatdeploy.runtimes.commands.progress import progress_bar
+from fatdeploy.runtimes.commands.run_output import check_output_file, write_output_file
 from fatdeploy.runtimes.evaluation.metrics import METRICS, OF_TEXT, Score, need_sacrebleu
+from fatdeploy.runtimes.text.token_ids import PlainSource
 from fatdeploy.tables import aligned
 
 if TYPE_CHECKING:
     # Not at run time: a command's help must not need numpy.
-    from click._termui_impl import ProgressBar
-
     from fatdeploy.runtimes.evaluation.evaluate import DecodedSources, EvaluationSource
-
 
 log = logging.getLogger("fatdeploy")
 
@@ -36,35 +40,36 @@ class EvalDecodeArguments(TypedDict):
 
 
 class EvalArguments(EvalDecodeArguments, EngineArguments):
-    """All options that only pass through the command."""
+    """The options that the command only passes on."""
 
 
-def names_from_text(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> list[str]:
-    """Return the names of metrics that were typed, each once."""
-    names = list(dict.fromkeys(name.strip() for text in given for name in text.split(",")))
+def names_from_text(_context: click.Context, _option: click.Parameter, texts: tuple[str, ...]) -> list[str]:
+    """Return the names of metrics in comma-separated lists, each once."""
+    names = list(dict.fromkeys(name.strip() for text in texts for name in text.split(",")))
     unknown = [name for name in names if name not in METRICS]
     if unknown:
         raise click.BadParameter(f"there is no {', '.join(map(repr, unknown))}; there are {', '.join(METRICS)}")
     return names
 
 
-def pattern_from_text(_context: click.Context, _option: click.Parameter, given: str | None) -> re.Pattern[str] | None:
-    """Return a regular expression that was typed."""
+def pattern_from_text(_context: click.Context, _option: click.Parameter, text: str | None) -> re.Pattern[str] | None:
+    """Return the regular expression in a text."""
     try:
-        return None if given is None else re.compile(given)
+        return None if text is None else re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
-        raise click.BadParameter(f"{given!r} is no regular expression: {error}") from error
+        raise click.BadParameter(f"{text!r} is not a regular expression: {error}") from error
 
 
 @click.command(
     "eval",
     epilog="""\b
-Metrics (in percent; a symbol is what blanks separate):
-  bleu, chrf           sacrebleu's, with its defaults and its signature
-  token_error_rate     symbols left out, added or replaced, of all symbols of
-                       the references: what papers call PER of phonemes, and
-                       WER of speech. Of several references the one with the
-                       fewest edits for its length counts.
+Metrics (in percent; symbols are separated by blanks):
+  bleu, chrf           computed by sacrebleu with its defaults, with its
+                       signature
+  token_error_rate     symbols deleted, added or replaced, per symbol of the
+                       references: what papers call PER for phonemes and WER
+                       for speech. If a source has several references, the
+                       one with the fewest edits for its length counts.
   sequence_error_rate  sources whose target equals none of their references:
                        what papers on grapheme-to-phoneme call WER
   exact_match          sources whose target equals one of their references
@@ -86,39 +91,39 @@ Examples:
     multiple=True,
     metavar="NAME,...",
     callback=names_from_text,
-    help="What to compute, of the names below; all that can be had unless said.",
+    help="Metrics to compute, from the list below (default: all that are available).",
 )
 @click.option(
     "--ignore",
     "ignored",
     metavar="REGEX",
     callback=pattern_from_text,
-    help="Remove what matches from targets and references before they are compared: [0-2] is ARPAbet's stress.",
+    help="Remove all matches from targets and references before comparing: [0-2] is ARPAbet's stress.",
 )
-@click.option("--ids", "as_ids", is_flag=True, help="Both columns are token ids, targets without EOS; no bleu, chrf.")
-@click.option("--limit", type=click.IntRange(1), metavar="N", help="Take the first N sources only.")
-@click.option("--truncate", is_flag=True, help="Cut sources that are too long, instead of refusing them.")
+@click.option(
+    "--ids", "as_ids", is_flag=True, help="Read both columns as token ids, targets without EOS; no bleu or chrf."
+)
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="Evaluate only the first N sources.")
+@truncate_option
 @click.option(
     *("--beams", "--num-beams", "num_beams"),
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Beams of a beam search; 1 is greedy.",
+    help="Number of beams; 1 is greedy.",
 )
-@click.option("--length-penalty", type=float, default=1.0, show_default=True, help="Above 1 beams prefer long targets.")
-@click.option("--max-new-tokens", type=click.IntRange(1), help="Most tokens a target; the model's limit unless said.")
 @click.option(
-    "--batch-tokens",
-    default=8192,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Positions to decode together: targets times the lengths of source and target. Changes no result.",
+    "--length-penalty", type=float, default=1.0, show_default=True, help="Above 1, beams prefer long targets."
 )
+@click.option(
+    "--max-new-tokens", type=click.IntRange(1), help="Maximum tokens per target (default: the model's limit)."
+)
+@batch_tokens_option
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     metavar="HYPS.tsv",
-    help="Write each source, a TAB and what the model said.",
+    help="Write each source, a TAB and its target.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, with all digits.")
 @engine_options
@@ -135,10 +140,10 @@ def eval(  # noqa: A001 - the name of the command
     as_json: bool,
     **arguments: Unpack[EvalArguments],
 ) -> None:
-    """Measure a bundle on pairs: lines of source, TAB, target.
+    """Measure the quality of a bundle on pairs: lines of source, TAB, target.
 
-    A source that stands on several lines has several references, and any of them is right. Lines that are not a pair
-    are all told at once, and nothing is decoded.
+    A source on several lines has several references, and matching any of them is right. If lines are not pairs, all of
+    them are reported at once and nothing is decoded.
     """
     from fatdeploy.runtimes.decoding.options import DecodeOptions
     from fatdeploy.runtimes.evaluation.evaluate import (
@@ -150,28 +155,30 @@ def eval(  # noqa: A001 - the name of the command
     )
     from fatdeploy.runtimes.model import load
 
-    names = wanted(names, as_ids, ignored)
+    names = chosen_metrics(names, as_ids, ignored)
     check_output(output, pairs)
-    engine = cast("EngineArguments", {name: arguments.pop(name) for name in EngineArguments.__annotations__})  # type: ignore[misc]
+    engine = popped_engine_arguments(arguments)
     options = DecodeOptions(**cast("EvalDecodeArguments", arguments))
-    given = read_pairs(pairs)
+    lines = read_pairs(pairs)
     with load(bundle, **engine) as model:
         if as_ids:
-            given = pairs_of_ids(given, pairs, model.spec)
-        examples = examples_from_pairs(given, limit, as_ids=as_ids)
+            lines = pairs_of_ids(lines, pairs, model.spec)
+        examples = examples_from_pairs(lines, limit, as_ids=as_ids)
         check_examples(model, examples, pairs, truncate=truncate)
-        with progress_bar(len(examples)) as bar:
-            found = decoded(model, examples, options, truncate=truncate, batch_tokens=batch_tokens, progress=bar.update)
-    scores = scores_of(found.texts, examples, names, ignored)
-    report = {"bundle": str(bundle), "pairs": str(pairs), **report_of(found, examples, scores)}
+        with progress_bar(range(len(examples)), "decoding", show_pos=True) as bar:
+            results = decoded(
+                model, examples, options, truncate=truncate, batch_tokens=batch_tokens, progress=bar.update
+            )
+    scores = scores_of(results.texts, examples, names, ignored)
+    report = {"bundle": str(bundle), "pairs": str(pairs), **report_of(results, examples, scores)}
     report |= {"beams": options.num_beams, "ignore": None if ignored is None else ignored.pattern}
     click.echo(json.dumps(report, indent=2, ensure_ascii=False) if as_json else "\n".join(report_lines(report)))
     if output is not None:
-        write_said(output, examples, found.texts)
+        write_targets(output, examples, results.texts)
 
 
-def wanted(names: Sequence[str], as_ids: bool, ignored: re.Pattern[str] | None) -> list[str]:
-    """Return the metrics to compute; one that was named and cannot be had is an error before anything is decoded."""
+def chosen_metrics(names: Sequence[str], as_ids: bool, ignored: re.Pattern[str] | None) -> list[str]:
+    """Return the metrics to compute; raise before anything is decoded if one was named and is not available."""
     chosen = list(names) or [name for name in METRICS if not (as_ids and name in OF_TEXT)]
     of_text = [name for name in chosen if name in OF_TEXT]
     reasons = [f"--metric {name}" for name in of_text if as_ids] + ["--ignore"] * (as_ids and ignored is not None)
@@ -183,47 +190,39 @@ def wanted(names: Sequence[str], as_ids: bool, ignored: re.Pattern[str] | None) 
     except BackendUnavailable:
         if names:
             raise
-        log.warning("%s left out, sacrebleu is not here: pip install 'fatdeploy[eval]'", " and ".join(of_text))
+        log.warning("%s left out, sacrebleu is not installed: pip install 'fatdeploy[eval]'", " and ".join(of_text))
         return [name for name in chosen if name not in OF_TEXT]
     return chosen
 
 
 def check_output(output: Path | None, pairs: Path) -> None:
-    """Refuse a file that cannot be written, or must not be, before an evaluation that may take long."""
+    """Refuse a file that cannot or must not be written, before an evaluation that may take long."""
     if output is None:
         return
-    if not output.parent.is_dir():
-        raise ConfigError(f"--output {output}: there is no folder {output.parent}; make it first")
+    check_output_file("--output", output)
     if output.exists() and pairs.exists() and output.samefile(pairs):
         raise ConfigError(f"--output {output} is the file of pairs itself: choose another")
 
 
-def progress_bar(n_sources: int) -> "ProgressBar[int]":
-    """Return a bar on standard error that counts sources, where somebody watches."""
-    quiet = not logging.getLogger("fatdeploy").isEnabledFor(logging.WARNING)
-    hidden = quiet or not sys.stderr.isatty()
-    return click.progressbar(range(n_sources), label="decoding", file=sys.stderr, show_pos=True, hidden=hidden)
-
-
 def report_of(
-    found: "DecodedSources", examples: "Sequence[EvaluationSource]", scores: dict[str, Score]
+    results: "DecodedSources", examples: "Sequence[EvaluationSource]", scores: dict[str, Score]
 ) -> dict[str, Any]:
-    """Return all that was measured as JSON values."""
+    """Return all measurements as JSON values."""
     return {
         "sources": len(examples),
         "references": sum(len(example.references) for example in examples),
         "metrics": {name: score.value for name, score in scores.items()},
         "details": {name: score.detail for name, score in scores.items()},
-        "finish": found.finish,
-        "tokens": found.n_tokens,
-        "seconds": found.seconds,
-        "sources_per_s": len(examples) / found.seconds,
-        "tokens_per_s": found.n_tokens / found.seconds,
+        "finish": results.finish,
+        "tokens": results.n_tokens,
+        "seconds": results.seconds,
+        "sources_per_s": len(examples) / results.seconds,
+        "tokens_per_s": results.n_tokens / results.seconds,
     }
 
 
 def report_lines(report: dict[str, Any]) -> Iterator[str]:
-    """Yield a line a metric, then what was decoded and how fast."""
+    """Yield one line per metric, then the counts and the speed."""
     yield from aligned(
         (name, f"{value:.2f}".rjust(6), report["details"][name]) for name, value in report["metrics"].items()
     )
@@ -235,21 +234,17 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def unfinished(finish: dict[str, int]) -> str:
-    """Return how many targets the model did not end itself."""
+    """Return in words how many targets the model did not end itself."""
     cut = sum(count for reason, count in finish.items() if reason != "eos")
-    return f"{cut} targets cut at the limit of length" if cut else "every target ended by the model"
+    return f"{cut} targets cut at the length limit" if cut else "every target ended by the model"
 
 
-def one_column(source: Given) -> str:
-    """Return a source as it stood in the file of pairs."""
+def source_column(source: PlainSource) -> str:
+    """Return a source as the file of pairs has it."""
     return source if isinstance(source, str) else " ".join(map(str, source))
 
 
-def write_said(output: Path, examples: "Sequence[EvaluationSource]", texts: Sequence[str]) -> None:
-    """Write sources and what the model said of them, a pair a line."""
-    lines = [f"{one_column(example.source)}\t{text}\n" for example, text in zip(examples, texts, strict=True)]
-    try:
-        with output.open("w", encoding="utf-8", newline="\n") as file:
-            file.writelines(lines)
-    except OSError as error:
-        raise ConfigError(f"cannot write --output {output}: {error.strerror or error}") from error
+def write_targets(output: Path, examples: "Sequence[EvaluationSource]", texts: Sequence[str]) -> None:
+    """Write each source and its target as a file of pairs."""
+    lines = (f"{source_column(example.source)}\t{text}\n" for example, text in zip(examples, texts, strict=True))
+    write_output_file("--output", output, "".join(lines))

@@ -1,4 +1,4 @@
-"""The command that decodes: texts or ids from the command line or standard input, a line each."""
+"""``fatdeploy run``: decodes texts or token ids from the command line or standard input, one line each."""
 
 import logging
 import sys
@@ -7,19 +7,22 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, TypeVar, Unpack
 
 import click
 
 from fatdeploy.errors import ConfigError
-from fatdeploy.runtimes.commands.decode_options import (
-    DecodeArguments,
-    decode_options,
-    ids_from_text,
-    options_from_arguments,
+from fatdeploy.runtimes.commands.decode_options import DecodeArguments, decode_options, options_from_arguments
+from fatdeploy.runtimes.commands.engine_options import (
+    EngineArguments,
+    batch_tokens_option,
+    engine_options,
+    popped_engine_arguments,
+    truncate_option,
 )
-from fatdeploy.runtimes.commands.engine_options import EngineArguments, engine_options
-from fatdeploy.runtimes.commands.run_output import Given, Output
+from fatdeploy.runtimes.commands.progress import progress_bar
+from fatdeploy.runtimes.commands.run_output import Output
+from fatdeploy.runtimes.text.token_ids import PlainSource, ids_from_text
 
 if TYPE_CHECKING:
     # Not at run time: a command's help must not need numpy.
@@ -34,7 +37,7 @@ Item = TypeVar("Item")
 
 
 class RunArguments(DecodeArguments, EngineArguments):
-    """All options that only pass through the command."""
+    """The options that the command only passes on."""
 
 
 @click.command(
@@ -50,24 +53,20 @@ Examples:
 )
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("texts", nargs=-1, metavar="[TEXT]...")
-@click.option("--ids", "as_ids", is_flag=True, help="A source is token ids with blanks between them.")
-@click.option("--truncate", is_flag=True, help="Cut sources that are too long, instead of refusing them.")
+@click.option("--ids", "as_ids", is_flag=True, help="Read each source as token ids separated by blanks.")
+@truncate_option
 @click.option(
-    "--batch-size", default=64, show_default=True, type=click.IntRange(1), help="How many sources to take at a time."
+    "--batch-size", default=64, show_default=True, type=click.IntRange(1), help="Number of sources to read at a time."
 )
+@batch_tokens_option
+@click.option("--stream", is_flag=True, help="Write each target while it is decoded.")
+@click.option("--scores", is_flag=True, help="Write the score of each target; with --json also log-probabilities.")
 @click.option(
-    "--batch-tokens",
-    default=8192,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Positions to decode together: targets times the lengths of source and target. Changes no result.",
+    "--alignments",
+    is_flag=True,
+    help="Write which source token each target token attends to; needs a bundle exported with --attention.",
 )
-@click.option("--stream", is_flag=True, help="Write a target while it is decoded.")
-@click.option("--scores", is_flag=True, help="Write each target's score; with --json also log-probabilities.")
-@click.option(
-    "--alignments", is_flag=True, help="Write what each token looks at; of bundles exported with --attention."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object a line.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 @decode_options
 @engine_options
 def run(
@@ -83,70 +82,71 @@ def run(
     as_json: bool,
     **arguments: Unpack[RunArguments],
 ) -> None:
-    """Decode texts, or lines of standard input.
+    """Decode texts, or the lines of standard input.
 
-    Prints a line for each source, in order: its text, or token ids where the bundle has no tokenizer. With --n-best a
-    line for each target, after the number of its source; --scores and --alignments (source-target pairs) add columns.
+    Prints one line per source, in order: its text, or token ids if the bundle has no tokenizer. With --n-best it prints
+    one line per target, after the number of its source; --scores and --alignments (source-target pairs) add columns.
     """
     from fatdeploy.runtimes.model import load
 
     if stream and (scores or alignments) and not as_json:
-        raise click.UsageError("--stream writes targets alone: --scores and --alignments go with it only in --json")
-    engine = cast("EngineArguments", {name: arguments.pop(name) for name in EngineArguments.__annotations__})  # type: ignore[misc]
+        raise click.UsageError("--stream writes targets alone: add --json to combine it with --scores or --alignments")
+    engine = popped_engine_arguments(arguments)
     options = options_from_arguments(arguments, as_ids=as_ids, scores=scores)
     output = Output(as_json, options.num_return_sequences > 1, scores, alignments)
     with load(bundle, **engine) as model:
         if alignments and model.spec.alignment is None:
-            raise ConfigError(f"{bundle} tells no alignments: export it again with --attention LAYER")
-        sources = checked(model, given_sources(texts, as_ids), truncate)
+            raise ConfigError(f"{bundle} has no alignments: export it again with --attention LAYER")
+        sources = checked(model, read_sources(texts, as_ids), truncate)
         if stream:
             finishes = Counter(
                 output.write_stream(source, model.stream(source, options, truncate=truncate)) for source in sources
             )
         else:
-            # What is typed by hand is answered line by line.
+            # Lines typed by hand are answered one by one.
             size = 1 if not texts and sys.stdin.isatty() else batch_size
-            with progress_bar(len(texts)) as bar:
-                decoded = partial(
+            with decoding_bar(len(texts)) as bar:
+                generate = partial(
                     model.generate, options=options, truncate=truncate, batch_tokens=batch_tokens, progress=bar.update
                 )
-                finishes = Counter(write_batches(batches(sources, size), decoded, output))
+                finishes = Counter(write_batches(batches(sources, size), generate, output))
     if finishes["cancelled"]:
         log.warning(
-            "%d of %d targets are not complete: --timeout %g was over",
+            "%d of %d targets are incomplete: --timeout %g expired",
             *(finishes["cancelled"], finishes.total(), options.timeout_s),
         )
 
 
 def write_batches(
-    given: "Iterable[list[Given]]", decoded: "Callable[[list[Given]], list[Hypothesis]]", output: Output
+    source_batches: Iterable[list[PlainSource]],
+    generate: "Callable[[list[PlainSource]], list[Hypothesis]]",
+    output: Output,
 ) -> "Iterator[Finish]":
-    """Write the results of each batch as soon as they are there; yield what ended each target."""
+    """Write the results of each batch as soon as they are ready; yield how each target finished."""
     numbers = count()
-    for batch in given:
-        for source, found in zip(batch, decoded(batch), strict=True):
-            click.echo("\n".join(output.lines(next(numbers), source, found)))
-            yield from (one.finish for one in (found, *found.alternatives))
+    for batch in source_batches:
+        for source, result in zip(batch, generate(batch), strict=True):
+            click.echo("\n".join(output.lines(next(numbers), source, result)))
+            yield from (hypothesis.finish for hypothesis in (result, *result.alternatives))
 
 
-def given_sources(texts: tuple[str, ...], as_ids: bool) -> Iterator[tuple[str, Given]]:
-    """Yield where each source stands, and the source: text or token ids."""
+def read_sources(texts: tuple[str, ...], as_ids: bool) -> Iterator[tuple[str, PlainSource]]:
+    """Yield the place and the content of each source."""
     empty = True
-    found = numbered_texts(texts) if texts else numbered_lines(sys.stdin.buffer)
-    for place, text in found:
+    for place, text in numbered_texts(texts) if texts else numbered_lines(sys.stdin.buffer):
         empty = False
         yield place, ids_from_text(place, text) if as_ids else text
     if empty:
-        raise ConfigError("no source given: pass texts, or a line for each on standard input")
+        raise ConfigError("no source given: pass texts, or one per line on standard input")
 
 
 def numbered_texts(texts: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yield the texts of the command line."""
+    """Yield the texts of the command line with their places."""
     yield from ((f"text {number}", text) for number, text in enumerate(texts, 1))
 
 
 def numbered_lines(stream: Iterable[bytes]) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a stream as they come."""
+    """Yield the lines of a stream with their places, as they arrive."""
     for number, line in enumerate(stream, 1):
         try:
             yield f"line {number}", line.decode().rstrip("\r\n")
@@ -154,8 +154,8 @@ def numbered_lines(stream: Iterable[bytes]) -> Iterator[tuple[str, str]]:
             raise ConfigError(f"line {number}: expected UTF-8, found byte {line[error.start]:#04x}") from error
 
 
-def checked(model: "Model", sources: Iterable[tuple[str, Given]], truncate: bool) -> Iterator[Given]:
-    """Yield sources that the model takes; the first that it does not is named by its place."""
+def checked(model: "Model", sources: Iterable[tuple[str, PlainSource]], truncate: bool) -> Iterator[PlainSource]:
+    """Yield sources that the model accepts; raise at the first that it does not, with its place."""
     for place, source in sources:
         reason = model.refusal(source, truncate=truncate)
         if reason:
@@ -164,19 +164,14 @@ def checked(model: "Model", sources: Iterable[tuple[str, Given]], truncate: bool
 
 
 def batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
-    """Yield lists of so many items, as soon as each is full."""
+    """Yield lists of ``size`` items, each as soon as it is full."""
     rest = iter(items)
     while batch := list(islice(rest, size)):
         yield batch
 
 
-def progress_bar(n_texts: int) -> "ProgressBar[int]":
-    """Return a bar on standard error that counts sources, where somebody watches and nothing else moves."""
-    several = n_texts != 1
-    watched = sys.stderr.isatty() and not sys.stdout.isatty()
-    quiet = not logging.getLogger("fatdeploy").isEnabledFor(logging.WARNING)
-    # Of standard input nobody knows the length: waiting for its end would keep results back.
+def decoding_bar(n_texts: int) -> "ProgressBar[int]":
+    """Return a bar that counts sources; it is hidden if results move the same terminal, or there is one source."""
+    # The length of standard input is unknown, and waiting for its end would delay results.
     expected = range(n_texts) if n_texts else count()
-    return click.progressbar(
-        expected, label="decoding", file=sys.stderr, show_pos=True, hidden=quiet or not (several and watched)
-    )
+    return progress_bar(expected, "decoding", show_pos=True, hidden=n_texts == 1 or sys.stdout.isatty())

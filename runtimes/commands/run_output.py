@@ -1,20 +1,22 @@
-"""How results are written: a line each for people, a JSON object a line for programs."""
+"""How results are written: a line each for people, a JSON object per line for programs."""
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from fatdeploy.errors import ConfigError
+from fatdeploy.runtimes.text.token_ids import PlainSource
 
 if TYPE_CHECKING:
     # Not at run time: a command's help must not need numpy.
     from fatdeploy.runtimes.decoding.hypothesis import Finish, Hypothesis
     from fatdeploy.runtimes.decoding.streaming import Event, Stream
 
-Given = str | list[int]
-
-# All that ends a line, a character at a time: the pieces of a stream are then the line that is written without it.
+# Every character that ends a line becomes a blank, so that the pieces of a stream join to the line written without it.
 IN_ONE_LINE = str.maketrans(dict.fromkeys("\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029", " "))
 
 
@@ -27,28 +29,28 @@ class Output:
     scores: bool = False
     alignments: bool = False
 
-    def lines(self, number: int, source: Given, found: "Hypothesis") -> Iterator[str]:
+    def lines(self, number: int, source: PlainSource, result: "Hypothesis") -> Iterator[str]:
         """Yield the lines of a source's results; ``number`` counts sources from 0."""
         if self.as_json:
-            yield json.dumps({"source": source, **self.values(found, with_alternatives=True)}, ensure_ascii=False)
+            yield json.dumps({"source": source, **self.values(result, with_alternatives=True)}, ensure_ascii=False)
             return
-        for one in (found, *found.alternatives):
-            yield "\t".join(self._columns(number, one))
+        for hypothesis in (result, *result.alternatives):
+            yield "\t".join(self._columns(number, hypothesis))
 
-    def values(self, found: "Hypothesis", *, with_alternatives: bool = False) -> dict[str, Any]:
+    def values(self, result: "Hypothesis", *, with_alternatives: bool = False) -> dict[str, Any]:
         """Return a result as JSON values."""
-        values: dict[str, Any] = {"tokens": found.tokens, "text": found.text, "finish": found.finish}
-        values["dropped"] = found.dropped
+        values: dict[str, Any] = {"tokens": result.tokens, "text": result.text, "finish": result.finish}
+        values["dropped"] = result.dropped
         if self.scores:
-            values |= {"score": found.score, "log_probs": found.log_probs}
-        if self.alignments and found.alignments is not None:
-            values["alignments"] = [[round(weight, 6) for weight in row] for row in found.alignments.tolist()]
+            values |= {"score": result.score, "log_probs": result.log_probs}
+        if self.alignments and result.alignments is not None:
+            values["alignments"] = [[round(weight, 6) for weight in row] for row in result.alignments.tolist()]
         if with_alternatives and self.n_best:
-            values["alternatives"] = [self.values(one) for one in found.alternatives]
+            values["alternatives"] = [self.values(hypothesis) for hypothesis in result.alternatives]
         return values
 
-    def write_stream(self, source: Given, stream: "Stream") -> "Finish":
-        """Write a target while it is decoded; return what ended it."""
+    def write_stream(self, source: PlainSource, stream: "Stream") -> "Finish":
+        """Write a target while it is decoded; return how it finished."""
         finish: Finish = "cancelled"
         any_written = False
         for event in stream:
@@ -66,28 +68,45 @@ class Output:
         return finish
 
     def event_values(self, event: "Event") -> dict[str, Any]:
-        """Return what an event tells as JSON values."""
+        """Return an event as JSON values."""
         values: dict[str, Any] = {"tokens": event.tokens, "text": event.text}
         return values if event.hypothesis is None else {**values, "result": self.values(event.hypothesis)}
 
-    def _columns(self, number: int, found: "Hypothesis") -> Iterator[str]:
+    def _columns(self, number: int, hypothesis: "Hypothesis") -> Iterator[str]:
         if self.n_best:
             yield str(number)
         if self.scores:
-            yield "" if found.score is None else f"{found.score:.4f}"
-        yield plain_text(found)
+            yield "" if hypothesis.score is None else f"{hypothesis.score:.4f}"
+        yield plain_text(hypothesis)
         if self.alignments:
-            yield pairs(found)
+            yield aligned_pairs(hypothesis)
 
 
-def plain_text(found: "Hypothesis") -> str:
-    """Return a target in one line: its text, or the ids where there is none."""
-    return " ".join(map(str, found.tokens)) if found.text is None else found.text.translate(IN_ONE_LINE)
+def plain_text(hypothesis: "Hypothesis") -> str:
+    """Return a target in one line: its text, or its token ids without a tokenizer."""
+    if hypothesis.text is None:
+        return " ".join(map(str, hypothesis.tokens))
+    return hypothesis.text.translate(IN_ONE_LINE)
 
 
-def pairs(found: "Hypothesis") -> str:
-    """Return for each target token the source token that it looks at most, as ``source-target`` from 0."""
-    if found.alignments is None:
+def aligned_pairs(hypothesis: "Hypothesis") -> str:
+    """Return for each target token the source token with the most attention, as ``source-target`` from 0."""
+    if hypothesis.alignments is None:
         return ""
-    prefix = len(found.tokens) - len(found.alignments)
-    return " ".join(f"{place}-{prefix + index}" for index, place in enumerate(found.alignments.argmax(-1).tolist()))
+    prefix = len(hypothesis.tokens) - len(hypothesis.alignments)
+    places = hypothesis.alignments.argmax(-1).tolist()
+    return " ".join(f"{place}-{prefix + index}" for index, place in enumerate(places))
+
+
+def check_output_file(option: str, path: Path) -> None:
+    """Refuse a file whose folder does not exist, before work that may take long."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"{option} {path}: there is no folder {path.parent}; create it first")
+
+
+def write_output_file(option: str, path: Path, text: str) -> None:
+    """Write a result to the file that an option names."""
+    try:
+        path.write_text(text, encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {option} {path}: {error.strerror or error}") from error

@@ -1,18 +1,14 @@
 """``fatdeploy verify``: whether a bundle keeps its certificate's promise on this machine."""
 
 import json
-import logging
-import sys
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import TypeVar, Unpack
+from typing import Unpack
 
 import click
 
 from fatdeploy.runtimes.commands.engine_options import EngineArguments, engine_options
-
-Item = TypeVar("Item")
+from fatdeploy.runtimes.commands.progress import progress_bar
 
 
 @click.command(
@@ -69,7 +65,7 @@ def verify(
         against=None if against is None else LiveModel(source=against, count=count, seed=seed),
         record=record,
         emulated=emulated,
-        progress=watched,
+        progress=partial(progress_bar, label="comparing"),
         **engine,
     )
     if as_json:
@@ -78,9 +74,3 @@ def verify(
     click.echo(f"{bundle}: {verification.line()}")
     if verification.against is not None:
         click.echo(f"{bundle} against {against}: {verification.against.line()}")
-
-
-def watched(items: list[Item]) -> AbstractContextManager[Iterable[Item]]:
-    """Show on standard error how far a list has come, unless nobody looks or --quiet was given."""
-    quiet = not logging.getLogger("fatdeploy").isEnabledFor(logging.WARNING)
-    return click.progressbar(items, label="comparing", file=sys.stderr, hidden=quiet or not sys.stderr.isatty())

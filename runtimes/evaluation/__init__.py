@@ -1,1 +1,1 @@
-"""Quality of a bundle on pairs whose right answers are known."""
+"""The quality of a bundle on pairs with known references."""

@@ -1,4 +1,4 @@
-"""A model against pairs: sources with all their references, decoded, timed and scored."""
+"""Decodes the sources of a file of pairs, times that, and scores the targets against every reference."""
 
 import re
 from collections import Counter
@@ -11,27 +11,26 @@ from time import perf_counter
 from fatdeploy.errors import ConfigError
 from fatdeploy.manifest import TOKENIZER
 from fatdeploy.pairs import Pair, error_of_lines
-from fatdeploy.runtimes.commands.decode_options import ids_from_text
-from fatdeploy.runtimes.commands.run_output import Given
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.evaluation.metrics import METRICS, Score
 from fatdeploy.runtimes.model import BATCH_TOKENS, Model
+from fatdeploy.runtimes.text.token_ids import PlainSource, ids_from_text
 from fatdeploy.spec import ModelSpec
 
 
 @dataclass(frozen=True)
 class EvaluationSource:
-    """A source, text or token ids, and its references as text; ``line`` is the first that the source stands on."""
+    """A source, text or token ids, and its references as text; ``line`` is where the source first occurs."""
 
-    source: Given
+    source: PlainSource
     references: tuple[str, ...]
     line: int
 
 
 @dataclass(frozen=True)
 class DecodedSources:
-    """What a model said of some examples, as text or as token ids, and how long that took."""
+    """The targets of all sources, as text or as token ids, and how long decoding took."""
 
     texts: list[str]
     n_tokens: int
@@ -44,7 +43,7 @@ def examples_from_pairs(
 ) -> list[EvaluationSource]:
     """Return each source once, at most ``limit`` of them, with every target that any line has for it."""
 
-    def given(source: str) -> Given:
+    def parsed(source: str) -> PlainSource:
         return ids_from_text("source", source) if as_ids else source
 
     lines: dict[str, int] = {}
@@ -53,13 +52,13 @@ def examples_from_pairs(
         lines.setdefault(pair.source, number)
         targets.setdefault(pair.source, {})[pair.target] = None
     return [
-        EvaluationSource(given(source), tuple(targets[source]), line) for source, line in islice(lines.items(), limit)
+        EvaluationSource(parsed(source), tuple(targets[source]), line) for source, line in islice(lines.items(), limit)
     ]
 
 
 def pairs_of_ids(pairs: Sequence[Pair], path: Path, spec: ModelSpec) -> list[Pair]:
-    """Return pairs of token ids with one blank between them; refuse what is none, every line at once."""
-    found, wrong = [], []
+    """Return pairs of token ids with one blank between them; raise with every line that is not one."""
+    id_pairs, wrong = [], []
     for number, pair in enumerate(pairs, 1):
         try:
             source, target = ids_from_text("source", pair.source), ids_from_text("target", pair.target)
@@ -69,16 +68,16 @@ def pairs_of_ids(pairs: Sequence[Pair], path: Path, spec: ModelSpec) -> list[Pai
         reason = _wrong_target(target, spec)
         if reason:
             wrong.append(f"target {reason} at line {number}")
-        found.append(Pair(" ".join(map(str, source)), " ".join(map(str, target))))
+        id_pairs.append(Pair(" ".join(map(str, source)), " ".join(map(str, target))))
     if wrong:
         raise error_of_lines(
             path, wrong, f"{len(pairs)} lines", "with --ids a line is token ids, one TAB and token ids"
         )
-    return found
+    return id_pairs
 
 
 def check_examples(model: Model, examples: Sequence[EvaluationSource], path: Path, *, truncate: bool = False) -> None:
-    """Refuse sources that the model cannot read, every one at once."""
+    """Raise with every source that the model cannot read."""
     if any(isinstance(example.source, str) for example in examples) and TOKENIZER not in model.bundle.manifest.files:
         raise ConfigError(
             f"{model.bundle.path} has no {TOKENIZER}: pass a file with token ids in both columns, and --ids"
@@ -101,15 +100,15 @@ def decoded(
     batch_tokens: int = BATCH_TOKENS,
     progress: Callable[[int], None] | None = None,
 ) -> DecodedSources:
-    """Return what the model says of every source."""
+    """Return the model's target of every source."""
     sources = [example.source for example in examples]
     start = perf_counter()
-    found = model.generate(sources, options, truncate=truncate, batch_tokens=batch_tokens, progress=progress)
+    results = model.generate(sources, options, truncate=truncate, batch_tokens=batch_tokens, progress=progress)
     seconds = perf_counter() - start
     return DecodedSources(
-        [_said(one, source) for one, source in zip(found, sources, strict=True)],
-        sum(len(one.tokens) for one in found),
-        dict(Counter(one.finish for one in found)),
+        [_target_column(result, source) for result, source in zip(results, sources, strict=True)],
+        sum(len(result.tokens) for result in results),
+        dict(Counter(result.finish for result in results)),
         seconds,
     )
 
@@ -120,7 +119,7 @@ def scores_of(
     names: Iterable[str],
     ignored: re.Pattern[str] | None = None,
 ) -> dict[str, Score]:
-    """Return the metrics of these names, what is ignored removed from hypotheses and references."""
+    """Return the metrics with these names, computed without the parts of all texts that match ``ignored``."""
 
     def kept(text: str) -> str:
         return text if ignored is None else ignored.sub("", text)
@@ -130,16 +129,16 @@ def scores_of(
     return {name: METRICS[name](hypotheses, references) for name in names}
 
 
-def _said(found: Hypothesis, source: Given) -> str:
-    """Return a target as its source was given, in one line and one column as a file of pairs can hold it."""
-    if found.text is None or not isinstance(source, str):
-        return " ".join(map(str, found.tokens))
-    return re.sub(r"[\t\r\n]", " ", found.text)
+def _target_column(result: Hypothesis, source: PlainSource) -> str:
+    """Return a target in the form of its source, text or ids, without the characters that end a column or a line."""
+    if result.text is None or not isinstance(source, str):
+        return " ".join(map(str, result.tokens))
+    return re.sub(r"[\t\r\n]", " ", result.text)
 
 
 def _wrong_target(tokens: Sequence[int], spec: ModelSpec) -> str:
-    """Return why a model can never say these tokens; empty if it can."""
+    """Return why a model can never generate these tokens; empty if it can."""
     beyond = [token for token in tokens if not 0 <= token < spec.vocab_size]
     if beyond:
         return f"ids must lie in 0…{spec.vocab_size - 1}, found {beyond[0]}"
-    return f"has EOS ({spec.eos_id}), which no result holds" if spec.eos_id in tokens else ""
+    return f"has EOS ({spec.eos_id}), which no result contains" if spec.eos_id in tokens else ""

@@ -1,7 +1,7 @@
-"""How good targets are: error rates and exact match by our own count, BLEU and chrF by sacrebleu's.
+"""The quality of targets: error rates and exact match by our own count, BLEU and chrF by sacrebleu.
 
-Each metric takes one hypothesis a source and, for each source, every reference that is accepted. *Symbols* are what
-blanks separate: phonemes, words or token ids. How many blanks there are between them does not matter.
+Each metric takes one hypothesis per source and all accepted references of each source. *Symbols* are separated by
+blanks: phonemes, words or token ids. The number of blanks between them does not matter.
 """
 
 import importlib
@@ -15,7 +15,7 @@ References = Sequence[Sequence[str]]
 
 
 class Score(NamedTuple):
-    """The value of a metric from 0 to 100 (error rates may be more), and the counts or settings behind it."""
+    """The value of a metric from 0 to 100 (error rates may exceed 100), and the counts or settings behind it."""
 
     value: float
     detail: str
@@ -24,18 +24,18 @@ class Score(NamedTuple):
 def token_error_rate(hypotheses: Texts, references: References) -> Score:
     """Return edits in percent of the references' symbols: the PER of phonemes, the WER of speech recognition.
 
-    An edit is a symbol left out, added or replaced. Of a source's references the one counts that has the fewest edits
-    for its length, among equals the one with the fewest; edits and lengths are summed over all sources.
+    An edit deletes, adds or replaces one symbol. Each source counts against the reference with the fewest edits for
+    its length, and among equals against the one with the fewest edits; edits and lengths are summed over all sources.
     """
     _check(hypotheses, references)
     edits, symbols = 0, 0
     for hypothesis, accepted in zip(hypotheses, references, strict=True):
-        said = hypothesis.split()
-        compared = [(edit_distance(said, reference), len(reference)) for reference in map(str.split, accepted)]
+        words = hypothesis.split()
+        compared = [(edit_distance(words, reference), len(reference)) for reference in map(str.split, accepted)]
         nearest = min(compared, key=_edits_for_the_length)
         edits, symbols = edits + nearest[0], symbols + nearest[1]
     if not symbols:
-        raise ConfigError("the references hold no symbols, so there is no error rate: ignore less of them")
+        raise ConfigError("the references contain no symbols, so there is no error rate: ignore less of them")
     return Score(100 * edits / symbols, f"{edits} edits of {symbols} symbols")
 
 
@@ -59,7 +59,7 @@ def chrf(hypotheses: Texts, references: References) -> Score:
     return _by_sacrebleu("CHRF", hypotheses, references)
 
 
-# The names that people type and programs read.
+# The names on the command line and in JSON.
 METRICS: dict[str, Callable[[Texts, References], Score]] = {
     metric.__name__: metric for metric in (bleu, chrf, token_error_rate, sequence_error_rate, exact_match)
 }
@@ -67,10 +67,10 @@ OF_TEXT = ("bleu", "chrf")
 
 
 def edit_distance(hypothesis: Sequence[Hashable], reference: Sequence[Hashable]) -> int:
-    """Return how many symbols must be left out, added or replaced to turn one sequence into the other.
+    """Return how many symbols must be deleted, added or replaced to turn one sequence into the other.
 
-    After Myers (1999), as Hyyrö (2003) wrote it for whole sequences: a column of the table of distances is two
-    integers, bit i of ``rises`` (``falls``) says that its row i + 1 is by one more (less) than row i.
+    Myers (1999) in Hyyrö's (2003) form for whole sequences: a column of the distance table is two integers; bit i of
+    ``rises`` (``falls``) says that row i + 1 exceeds row i by one (is less than row i by one).
     """
     if not reference:
         return len(hypothesis)
@@ -82,7 +82,7 @@ def edit_distance(hypothesis: Sequence[Hashable], reference: Sequence[Hashable])
     for symbol in hypothesis:
         same = places.get(symbol, 0)
         diagonal = ((((same & rises) + rises) ^ rises) | same | falls) & every
-        # From the column before: by one more or less, a row each; only the last row's sum is kept.
+        # Differences to the column before, one bit per row; only the last row is summed up.
         more, less = falls | every & ~(diagonal | rises), rises & diagonal
         distance += bool(more & last) - bool(less & last)
         more, less = more << 1 | 1, less << 1
@@ -91,12 +91,12 @@ def edit_distance(hypothesis: Sequence[Hashable], reference: Sequence[Hashable])
 
 
 def need_sacrebleu() -> Any:
-    """Return sacrebleu's metrics, or say what to install."""
+    """Return sacrebleu's metrics; raise with what to install if it is missing."""
     try:
         return importlib.import_module("sacrebleu.metrics")
     except ImportError as error:
         raise BackendUnavailable(
-            f"bleu and chrf need sacrebleu ({error}): pip install 'fatdeploy[eval]', or ask for another: "
+            f"bleu and chrf need sacrebleu ({error}): pip install 'fatdeploy[eval]', or choose another metric: "
             f"--metric {' or '.join(name for name in METRICS if name not in OF_TEXT)}"
         ) from error
 
@@ -104,7 +104,7 @@ def need_sacrebleu() -> Any:
 def _by_sacrebleu(kind: str, hypotheses: Texts, references: References) -> Score:
     _check(hypotheses, references)
     metric = getattr(need_sacrebleu(), kind)()
-    # It wants the first reference of every source, then the second, …; None where a source has no more.
+    # sacrebleu takes the first reference of every source, then the second, …; None if a source has no more.
     most = max(map(len, references))
     streams = [[row[index] if index < len(row) else None for row in references] for index in range(most)]
     value = metric.corpus_score(list(hypotheses), streams).score
@@ -130,9 +130,9 @@ def _share(count: int, sources: int) -> Score:
 
 def _check(hypotheses: Texts, references: References) -> None:
     if len(hypotheses) != len(references):
-        raise ConfigError(f"expected a hypothesis a source, found {len(hypotheses)} for {len(references)} sources")
+        raise ConfigError(f"expected one hypothesis per source, found {len(hypotheses)} for {len(references)} sources")
     if not hypotheses:
         raise ConfigError("expected at least one source to evaluate, found none")
-    bare = [index for index, accepted in enumerate(references) if not accepted]
-    if bare:
-        raise ConfigError(f"expected a reference for every source, found none for source {bare[0]} (from 0)")
+    without = [index for index, accepted in enumerate(references) if not accepted]
+    if without:
+        raise ConfigError(f"expected a reference for every source, found none for source {without[0]} (from 0)")

@@ -23,11 +23,11 @@ from fatdeploy.machine import this_machine, usable_cores
 from fatdeploy.manifest import DECODER, GATE, PARITY, PROBES
 from fatdeploy.runtimes.bench import processes as bench_run
 from fatdeploy.runtimes.bench import turn as bench_turn
+from fatdeploy.runtimes.bench.drawing import Scale
 from fatdeploy.runtimes.bench.page import html_from_report
 from fatdeploy.runtimes.bench.plan import BenchPlan, BenchRequest, Setting, fitting_threads, plans_for
 from fatdeploy.runtimes.bench.processes import result_apart, turns_of
 from fatdeploy.runtimes.bench.report import rows_of, summary
-from fatdeploy.runtimes.bench.svg import Scale
 from fatdeploy.runtimes.bench.table import milliseconds, percent, report_lines
 from fatdeploy.runtimes.bench.timing import Endless, Times, peak_bytes, random_sources, read_bandwidth, timed_decode
 from fatdeploy.runtimes.bench.weight_bytes import bytes_a_step_reads

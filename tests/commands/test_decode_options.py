@@ -153,7 +153,7 @@ def test_alignments_are_pairs_of_places_and_whole_in_json() -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--alignments"], "tells no alignments: export it again with --attention LAYER"),
+        (["--alignments"], "has no alignments: export it again with --attention LAYER"),
         (["--stream", "--beams", "2"], "num_beams"),
         (["--n-best", "2"], "num_return_sequences must lie in 1…1 (num_beams), found 2"),
         (["--max-new-tokens", "999"], "max_new_tokens must lie in 1…256"),
@@ -189,7 +189,7 @@ def test_a_parallel_model_tries_several_lengths() -> None:
 def test_what_a_timeout_cuts_off_is_told(way: list[str]) -> None:
     result = run(bundle_of(TINY), "--ids", "--timeout", "1e-9", *way, *map(line, SOURCES))
     assert (result.exit_code, result.stdout) == (0, "\n\n\n")
-    assert result.stderr == "WARNING 3 of 3 targets are not complete: --timeout 1e-09 was over\n"
+    assert result.stderr == "WARNING 3 of 3 targets are incomplete: --timeout 1e-09 expired\n"
     assert run(bundle_of(TINY), "--ids", "--timeout", "600", *way, line(SOURCES[0])).stderr == ""
 
 

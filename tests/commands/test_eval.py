@@ -114,7 +114,7 @@ def test_people_see_two_digits_and_programs_all(text_bundle: Bundle, tmp_path: P
         "token_error_rate       8.70  2 edits of 23 symbols",
         "sequence_error_rate   50.00  2 of 4 sources",
         "exact_match           50.00  2 of 4 sources",
-        "4 sources, 5 references, 4 targets cut at the limit of length",
+        "4 sources, 5 references, 4 targets cut at the length limit",
     ]
     assert lines[6].startswith("24 tokens in ")
     assert lines[6].endswith(" tokens/s, 1 beam")
@@ -164,14 +164,14 @@ def test_what_is_ignored_is_removed_from_targets_and_references(text_bundle: Bun
     assert report(evaluate(text_bundle, path, "--json"))["metrics"]["token_error_rate"] > 100 / 11
     result = evaluate(text_bundle, path, "--ignore", ".*", "--metric", "token_error_rate")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith("Error: the references hold no symbols")
+    assert result.stderr.startswith("Error: the references contain no symbols")
 
 
 @pytest.mark.parametrize("pattern", ["[0-2", "a{99999999999}", "(?P<x"])
 def test_an_invalid_regular_expression_is_a_usage_error(text_bundle: Bundle, tmp_path: Path, pattern: str) -> None:
     result = evaluate(text_bundle, known_pairs(tmp_path), "--ignore", pattern)
     assert result.exit_code == 2
-    assert f"Invalid value for '--ignore': {pattern!r} is no regular expression: " in result.stderr
+    assert f"Invalid value for '--ignore': {pattern!r} is not a regular expression: " in result.stderr
 
 
 def test_a_limit_takes_the_first_sources_with_all_their_references(text_bundle: Bundle, tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_lines_that_are_no_ids_of_the_model_are_all_told(tmp_path: Path) -> None
         "source: expected token ids with blanks between them, found '5 x' at line 2",
         "target: expected token ids with blanks between them, found 'y' at line 3",
         "target ids must lie in 0…63, found 64 at line 4",
-        "target has EOS (2), which no result holds at line 5; with --ids a line is token ids, one TAB and token ids",
+        "target has EOS (2), which no result contains at line 5; with --ids a line is token ids, one TAB and token ids",
     ):
         assert reason in result.stderr
     result = evaluate(bundle_of(TINY), file_of(tmp_path, ["99\t7"]), "--ids")
@@ -323,7 +323,7 @@ def test_without_sacrebleu_its_metrics_are_left_out_with_a_word_and_refused_wher
     assert "pip install 'fatdeploy[eval]'" in refused.stderr
     found = run("--json")
     assert list(json.loads(found.stdout)["metrics"]) == ["token_error_rate", "sequence_error_rate", "exact_match"]
-    assert found.stderr == "WARNING bleu and chrf left out, sacrebleu is not here: pip install 'fatdeploy[eval]'\n"
+    assert found.stderr == "WARNING bleu and chrf left out, sacrebleu is not installed: pip install 'fatdeploy[eval]'\n"
     found = run("--metric", "exact_match", "--json")
     assert (json.loads(found.stdout)["metrics"], found.stderr) == ({"exact_match": 50.0}, "")
 

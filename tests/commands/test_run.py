@@ -106,7 +106,7 @@ def test_text_for_a_bundle_without_a_tokenizer_asks_for_ids() -> None:
 
 def test_no_source_at_all_is_an_error() -> None:
     result = run(bundle_of(TINY), "--ids", given="")
-    assert result.stderr == "Error: no source given: pass texts, or a line for each on standard input\n"
+    assert result.stderr == "Error: no source given: pass texts, or one per line on standard input\n"
     assert result.exit_code == 1
 
 

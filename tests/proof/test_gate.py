@@ -563,7 +563,7 @@ def test_without_sacrebleu_it_is_said_which_metric_is_taken(tmp_path: Path, monk
     tokenizer, said = tokenizer_of("bpe", tmp_path), list[str]()
     assert metric_of(None, [PAIR], tokenizer, said.append) == "token_error_rate"
     assert said == ["judging by token_error_rate: bleu needs sacrebleu (pip install 'fatdeploy[eval]')"]
-    with pytest.raises(BackendUnavailable, match=r"pip install .*, or ask for another: --metric token_"):
+    with pytest.raises(BackendUnavailable, match=r"pip install .*, or choose another metric: --metric token_"):
         metric_of("bleu", [PAIR], tokenizer, silent)
 
 
