@@ -9,7 +9,7 @@ import torch
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.attention import slow_scores
-from fatdeploy.export.tracing.dialects import PAIRS, GraphSeams
+from fatdeploy.export.tracing.dialect_base import PAIRS, GraphSeams
 from fatdeploy.manifest import DECODER, ENCODER
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.engines.protocol import Capacity, Engine, Floats, Want
