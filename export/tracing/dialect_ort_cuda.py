@@ -37,7 +37,7 @@ class CudaHalfSeams(OrtSeams):
         width = qkv.shape[2] // 3 // scores.heads
         if not plain or width % WIDTH_UNIT or width > MOST_WIDTH or not isinstance(position, Tensor):
             return GraphSeams.attend_cached(self, qkv, scores, visible, state, position)
-        # Before the branch, so that all layers share them. The op expects the number of keys including the new, minus 1.
+        # Before the branch, so that all layers share them. The op expects the number of keys with the new one, minus 1.
         before = position.reshape(1).to(torch.int32)
         lengths = emitted("Expand", (before, shape_of(qkv, 0, 1)), torch.int32, (qkv.shape[0],))
         total = before + 1
