@@ -46,7 +46,7 @@ from fatdeploy.targets import DEFAULT_TARGET, TARGETS, Dialect, FloatPrecision, 
 
 log = logging.getLogger("fatdeploy")
 
-# Shapes on which a simplified graph must give the traced one's numbers: batch, rows a source, source, step, capacity.
+# Shapes on which a simplified graph must equal the traced one: batch, rows per source, source, step, capacity.
 SAMPLES = ((1, 1, 1, 1, 4), (2, 3, 5, 4, 9), (3, 1, 9, 2, 12))
 RECORDED = ("fatdeploy", "torch", "onnx", "onnxscript", "onnxsim", "numpy")
 
@@ -83,11 +83,10 @@ def write_bundle(
     force: bool = False,
     stage: Callable[[str], None] = log.info,
 ) -> Bundle:
-    """Export a model to a folder and return the bundle; a crash or a miss leaves what stood there before.
+    """Export a model to a folder and return the bundle; a crash or a miss leaves what the folder held before.
 
-    The contract is chosen before (``exportable_model``). Graphs of a quantized bundle are made of
-    those that were proved right in fp32. ``stage`` is told what begins. ``finish`` adds to the bundle what is made of
-    its graphs, before it takes the place of what stood there.
+    Integers replace the matrices of graphs that were proved right in fp32. ``stage`` is called with the name of each
+    stage. ``finish`` adds what is built from the graphs, before the bundle takes its place.
     """
     exportable = exportable_model(model)
     tokenizer = _fitting_tokenizer(origin, exportable.spec)
@@ -121,7 +120,7 @@ def write_bundle(
 
 @dataclass(frozen=True)
 class Plain:
-    """A model's graphs, and the bundle of them as they are or in half precision."""
+    """The graphs of a model, written as a bundle in fp32 or in half precision."""
 
     exportable: Exportable
     origin: Origin
@@ -170,7 +169,7 @@ class Plain:
 
 
 def write_quantized(model: Plain, plain: Bundle, folder: Path, trial: Trial) -> None:
-    """Write the quantized bundle of graphs that are proved right, with what the gate says of it."""
+    """Write the quantized bundle of graphs that are proved right, with the gate's result in its certificate."""
     exportable, origin = model.exportable, model.origin
     manifest = replace(plain.manifest, precision=trial.asked.precision)
     quantizer = Quantizer(exportable, model.graphs, manifest, trial, model.stage)
@@ -201,7 +200,7 @@ def write_quantized(model: Plain, plain: Bundle, folder: Path, trial: Trial) -> 
 def trial_of(
     origin: Origin, asked: QuantizeRequest, examples: Examples, tokenizer: Tokenizer | None, say: Callable[[str], None]
 ) -> Trial:
-    """Return how a quantization is calibrated and judged; a metric that cannot be had is refused."""
+    """Return how a quantization is calibrated and judged; a metric that is not available is refused."""
     calibration, probes = examples
     metric = metric_of(asked.metric, probes, tokenizer, say)
     return Trial(asked, calibration, probes, tokenizer, metric, RANDOM_STEPS if origin.random else None)
@@ -213,14 +212,14 @@ def _examples(spec: ModelSpec, origin: Origin, tokenizer: Tokenizer | None) -> E
     missing = [name for name, path in files.items() if path is None]
     if missing and not origin.random:
         raise ConfigError(
-            f"a quantization of trained weights needs {' and '.join(missing)}: files with a source a line, or a "
-            "source, TAB and target (a few hundred each, not the same ones)"
+            f"a quantization of trained weights needs {' and '.join(missing)}: files with one source per line, or "
+            "source, TAB and target (a few hundred lines each, not the same ones)"
         )
-    found = [
+    calibration, probes = (
         random_examples(spec, seed) if path is None else examples_from_file(path, spec, tokenizer)
         for seed, path in enumerate(files.values())
-    ]
-    return found[0], found[1]
+    )
+    return calibration, probes
 
 
 def quantize_request(precision: Precision | QuantizeRequest) -> QuantizeRequest | None:
@@ -248,22 +247,22 @@ def _fitting_tokenizer(origin: Origin, spec: ModelSpec) -> Tokenizer | None:
     try:
         tokenizer = tokenizer_from_file(path)
     except BundleError as error:
-        raise CheckpointError(f"{path} is no tokenizer in the format of the tokenizers package: {error}") from error
+        raise CheckpointError(f"{path} is not in the format of the tokenizers package: {error}") from error
     if tokenizer.n_tokens > spec.vocab_size:
-        told = f"{path} has {tokenizer.n_tokens} tokens, the model {spec.vocab_size}"
-        raise CheckpointError(f"{told}: it is another model's")
+        counts = f"{path} has {tokenizer.n_tokens} tokens, the model {spec.vocab_size}"
+        raise CheckpointError(f"{counts}: it belongs to another model")
     return tokenizer
 
 
 def _folder_beside(folder: Path) -> tempfile.TemporaryDirectory[str]:
-    # Beside the bundle and not where the system keeps its temporary files: that is often memory, and weights are large.
+    # Beside the bundle: the system's own temporary folder is often in memory, and weights are large.
     return tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent)
 
 
 def _written_graphs(
     model: Exportable, dialect: Dialect, work: str, stage: Callable[[str], None], seams: Seams | None
 ) -> tuple[dict[str, Path], dict[str, Path]]:
-    """Return where the traced and the simplified graphs are, by the names that they will have in the bundle."""
+    """Return the paths of the traced and the simplified graphs, by their names in the bundle."""
     first, second = Path(work) / "traced", Path(work) / "simplified"
     first.mkdir()
     second.mkdir()
@@ -282,7 +281,7 @@ def _written_graphs(
 
 
 def _manifest(model: Exportable, origin: Origin, target: TargetRecord) -> Manifest:
-    # Of the module and not the package: on a machine with a GPU another one brings it.
+    # The version of the module, not of a package: on a machine with a GPU another package installs it.
     versions = {package: version(package) for package in RECORDED} | {"onnxruntime": onnxruntime_module().__version__}
     return Manifest(
         spec=model.spec,
@@ -298,7 +297,7 @@ def _manifest(model: Exportable, origin: Origin, target: TargetRecord) -> Manife
 
 
 def weights_hash(model: nn.Module) -> str:
-    """Return a hash of all that a checkpoint of the model would hold."""
+    """Return a hash of everything that a checkpoint of the model would hold."""
     digest = hashlib.sha256()
     for name, tensor in sorted(stored_tensors(model).items()):
         digest.update(name.encode())
@@ -309,27 +308,27 @@ def weights_hash(model: nn.Module) -> str:
 def _samples(spec: ModelSpec, inputs: tuple[TensorSpec, ...], dialect: Dialect) -> list[Arrays]:
     """Return random inputs of three shapes."""
     samples = []
-    for seed, (batch, each, source, step, capacity) in enumerate(SAMPLES):
+    for seed, (batch, rows_per_source, source, step, capacity) in enumerate(SAMPLES):
         capacity = min(capacity, spec.max_target) if dialect == "ort" else spec.max_target  # noqa: PLW2901
-        sizes = {"batch": batch, "rows": batch * each, "capacity": capacity}
+        sizes = {"batch": batch, "rows": batch * rows_per_source, "capacity": capacity}
         sizes |= {"source": min(source, spec.max_source), "step": min(step, spec.max_target)}
         draw = np.random.default_rng(seed)
-        samples.append({one.name: _drawn(one, sizes, spec, draw) for one in inputs})
+        samples.append({tensor.name: _drawn(tensor, sizes, spec, draw) for tensor in inputs})
     return samples
 
 
-def _drawn(one: TensorSpec, sizes: dict[str, int], spec: ModelSpec, draw: np.random.Generator) -> np.ndarray:
-    shape = one.sized(sizes)
-    if one == spec.want:
+def _drawn(tensor: TensorSpec, sizes: dict[str, int], spec: ModelSpec, draw: np.random.Generator) -> np.ndarray:
+    shape = tensor.sized(sizes)
+    if tensor == spec.want:
         return np.array(int(Want.TOPK))
-    if one == spec.position:
+    if tensor == spec.position:
         return np.array(0)
-    if one.dtype == "bool":
+    if tensor.dtype == "bool":
         # Right-padded: every row has its first token.
         return np.arange(shape[-1]) < draw.integers(1, shape[-1] + 1, (*shape[:-1], 1))
-    if one.dtype == "int64":
+    if tensor.dtype == "int64":
         return draw.integers(0, spec.vocab_size, shape)
-    if one in spec.past:
+    if tensor in spec.past:
         # Sums of features are positive; a normaliser near zero would turn rounding into a difference.
         return draw.uniform(0.5, 1.5, shape).astype(np.float32)
     return draw.standard_normal(shape, np.float32)

@@ -148,11 +148,11 @@ Examples:
 @click.option(
     "--build/--no-build",
     default=True,
-    help="Build engines of TensorRT now, or leave it to the device: fatdeploy build.",
+    help="Build TensorRT engines now, or leave that to the device (fatdeploy build).",
 )
-@click.option("--max-source", type=click.IntRange(1), help="Longest source; the model's own limit unless said.")
-@click.option("--max-target", type=click.IntRange(1), help="Longest target; the model's own limit unless said.")
-@click.option("--top-k", type=click.IntRange(1), help="How many best tokens a step can return; 16 unless said.")
+@click.option("--max-source", type=click.IntRange(1), help="Longest source (default: the model's limit).")
+@click.option("--max-target", type=click.IntRange(1), help="Longest target (default: the model's limit).")
+@click.option("--top-k", type=click.IntRange(1), help="How many best tokens a step can return (default: 16).")
 @click.option(
     "--attention",
     "attention_layer",
@@ -171,53 +171,53 @@ Examples:
     "--precision-of",
     multiple=True,
     metavar="NAME=PRECISION",
-    help="Of single matrices, by name or pattern: output=int8, 'encoder.*=fp32'. May be repeated.",
+    help="Precision of single matrices, by name or pattern: output=int8, 'encoder.*=fp32'. May be repeated.",
 )
 @click.option(
     "--cpu",
     default="any",
     show_default=True,
     type=click.Choice(get_args(CpuClass)),
-    help="Which CPUs int8 weights are for; any is right on all of them.",
+    help="Which CPUs the int8 weights are for; 'any' is right on all of them.",
 )
 @click.option(
     "--activations",
     default="int8",
     show_default=True,
     type=click.Choice(["int8", "float"]),
-    help="What int8 weights of standard graphs are multiplied with: integers, or floats (weights alone are small).",
+    help="Activations of int8 matrices in standard graphs: integers, or floats (only the weights are small).",
 )
 @click.option(
     "--ranges",
     default="percentile",
     show_default=True,
     type=click.Choice(["min-max", "percentile"]),
-    help="How ranges of activations are chosen in standard graphs: all that was seen, or 99.99 % of it.",
+    help="Ranges of activations in standard graphs: everything that calibration saw, or 99.99 % of it.",
 )
-@click.option("--calibration", type=click.Path(path_type=Path), help="Sources that show the ranges of activations.")
-@click.option("--probes", type=click.Path(path_type=Path), help="Sources, or pairs, that integers are judged by.")
-@click.option("--recover", is_flag=True, help="Keep as few matrices in a higher precision as the gate asks for.")
+@click.option("--calibration", type=click.Path(path_type=Path), help="File of sources for the ranges of activations.")
+@click.option("--probes", type=click.Path(path_type=Path), help="File of sources or pairs that the gate compares.")
+@click.option("--recover", is_flag=True, help="Keep the fewest matrices in a higher precision that pass the gate.")
 @click.option(
     "--min-agreement",
     default=0.99,
     show_default=True,
     type=click.FloatRange(0, 1),
-    help="Share of the reference's tokens that the gate asks for.",
+    help="Least share of the reference's tokens that passes the gate.",
 )
 @click.option(
     "--max-loss",
     default=0.3,
     show_default=True,
     type=click.FloatRange(0),
-    help="Points of the metric that may be lost, where the probes have targets.",
+    help="Most points of the metric that may be lost, where the probes have targets.",
 )
 @click.option(
     "--metric",
     type=click.Choice(get_args(MetricName)),
-    help="Of the gate; unless said, bleu where tokens are parts of words (BPE), otherwise token_error_rate.",
+    help="Metric of the gate (default: bleu for subword tokens, otherwise token_error_rate).",
 )
-@click.option("--licence", help="The weights' licence, for the manifest.")
-@click.option("--force", is_flag=True, help="Replace a bundle that is there.")
+@click.option("--licence", help="Licence of the weights, for the manifest.")
+@click.option("--force", is_flag=True, help="Replace an existing bundle.")
 @click.option("--json", "as_json", is_flag=True, help="Print the certificate as JSON.")
 def export(
     source: str,
@@ -232,15 +232,15 @@ def export(
 
     SOURCE is g2p (the bundled model: English words to phonemes), a checkpoint's folder, a preset (see: fatdeploy
     presets), or package.module:factory for a model of your own. The graphs must give the reference's tokens on probes
-    whose every step the reference decides by ten times the noise of fp32; otherwise nothing is written.
+    where the reference decides every step by ten times the noise of fp32; otherwise nothing is written.
 
     With --precision int8 or int4 the matrices of those graphs become integers. The bundle is then compared with the
-    reference on real sources: below the bar nothing is written, and a table says which matrices cost most.
+    reference on real sources. Below the bar nothing is written, and a table shows which matrices cost most.
 
-    Graphs in fp16 and bf16 tell how many tokens are the reference's; of a trained model 99.5 % must be.
+    For fp16 and bf16 the certificate says how many tokens are the reference's; a trained model must reach 99.5 %.
 
-    With --target tensorrt or tensorrt-rtx engines are built from the graphs: TensorRT needs the GPU that will run them,
-    TensorRT-RTX builds ahead of time for compute capabilities that are named.
+    With --target tensorrt or tensorrt-rtx, engines are built from the graphs. TensorRT needs the GPU that will run
+    them; TensorRT-RTX builds ahead of time for the compute capabilities you name.
     """
     need_export_packages()
     from fatdeploy.certificate import read_certificate

@@ -1,4 +1,4 @@
-"""The options of ``fatdeploy export`` as what the pipeline takes; all that does not go together is told at once."""
+"""The options of ``fatdeploy export`` as arguments of ``export_model``; every conflict is reported at once."""
 
 from collections.abc import Mapping
 from typing import Any, cast, get_args
@@ -14,13 +14,13 @@ from fatdeploy.targets import TARGETS, FloatPrecision, Target, either, engine_ta
 
 
 def choices_of(chosen: Mapping[str, Any]) -> Choices:
-    """Return what is chosen of the model's contract."""
+    """Return the choices for the model's contract."""
     names = ("max_source", "max_target", "top_k", "attention_layer")
     return Choices(**{name: chosen[name] for name in names})
 
 
 def precision_of(chosen: Mapping[str, Any]) -> FloatPrecision | QuantizeRequest:
-    """Return the precision that options ask for: of integers all that is chosen, floats have nothing to choose."""
+    """Return the precision with everything chosen for integers; options of integers are refused for floats."""
     if chosen["precision"] in get_args(FloatPrecision):
         useless = {
             "--precision-of": bool(chosen["precision_of"]),
@@ -34,10 +34,10 @@ def precision_of(chosen: Mapping[str, Any]) -> FloatPrecision | QuantizeRequest:
             "--activations": chosen["activations"] != QuantizeRequest.activations,
             "--ranges": chosen["ranges"] != QuantizeRequest.ranges,
         }
-        reasons = [f"{name} is for integers" for name, given in useless.items() if given]
+        reasons = [f"{name} is for integers" for name, was_typed in useless.items() if was_typed]
         if reasons:
-            told = f"nothing is quantized in {chosen['precision']} (say --precision int8 or int4)"
-            raise ConfigError(in_one_line(told, reasons))
+            subject = f"nothing is quantized in {chosen['precision']} (use --precision int8 or int4)"
+            raise ConfigError(in_one_line(subject, reasons))
         return cast("FloatPrecision", chosen["precision"])
     return QuantizeRequest(
         precision=chosen["precision"],
@@ -55,7 +55,7 @@ def engines_of(target: Target, chosen: Mapping[str, Any]) -> BuildRequest | bool
     """Return how engines are built, and False if they are not; options of engines are refused where none are."""
     flavour = TARGETS[target].flavour
     if flavour is None:
-        refuse_engine_options(chosen, f"no engines are built for {target} (say --target {either(engine_targets())})")
+        refuse_engine_options(chosen, f"no engines are built for {target} (use --target {either(engine_targets())})")
         if not chosen["build"]:
             raise ConfigError(f"--no-build is for engines, and none are built for {target}")
         return True
@@ -65,14 +65,15 @@ def engines_of(target: Target, chosen: Mapping[str, Any]) -> BuildRequest | bool
     return asked_engines(flavour, chosen)
 
 
-def precisions_from_text(given: tuple[str, ...]) -> dict[str, MatrixPrecision]:
-    """Return the precisions that ``name=precision`` say."""
-    known, found, wrong = get_args(MatrixPrecision), {}, []
-    for text in given:
+def precisions_from_text(texts: tuple[str, ...]) -> dict[str, MatrixPrecision]:
+    """Return the precision of each name from texts such as ``name=precision``."""
+    names = get_args(MatrixPrecision)
+    precisions, reasons = {}, []
+    for text in texts:
         name, equals, precision = text.rpartition("=")
-        if not equals or not name or precision not in known:
-            wrong.append(f"{text!r} must be NAME={'|'.join(known)}")
-        found[name] = cast("MatrixPrecision", precision)
-    if wrong:
-        raise ConfigError(in_one_line("--precision-of refused", wrong))
-    return found
+        if not equals or not name or precision not in names:
+            reasons.append(f"{text!r} must be NAME={'|'.join(names)}")
+        precisions[name] = cast("MatrixPrecision", precision)
+    if reasons:
+        raise ConfigError(in_one_line("--precision-of refused", reasons))
+    return precisions

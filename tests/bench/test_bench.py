@@ -32,7 +32,7 @@ from fatdeploy.runtimes.bench.table import milliseconds, percent, report_lines
 from fatdeploy.runtimes.bench.timing import Endless, Times, peak_bytes, random_sources, read_bandwidth, timed_decode
 from fatdeploy.runtimes.bench.weight_bytes import bytes_a_step_reads
 from fatdeploy.runtimes.decoding.options import DecodeOptions
-from fatdeploy.runtimes.proof import certified
+from fatdeploy.runtimes.proof import promise
 from fatdeploy.runtimes.proof.fidelity import Fidelity
 from fatdeploy.runtimes.proof.gate import read_material, write_material
 from fatdeploy.runtimes.proof.probes import read_probes, write_probes
@@ -379,10 +379,10 @@ def test_no_time_is_recorded_of_half_precision_below_its_bar(monkeypatch: pytest
     checked = bench_turn.check(half, engine, thorough=True)
     assert (checked.fidelity.same, checked.promised.share) == (800, parity.agreement)
     barred = replace(certificate, parity=replace(parity, least_agreement=0.995))
-    monkeypatch.setattr(certified, "read_certificate", lambda _: barred)
+    monkeypatch.setattr(promise, "read_certificate", lambda _: barred)
     with pytest.raises(ParityFailed, match=rf"the bar is 99\.50% .*; fatdeploy inspect {half.path}"):
         bench_turn.check(half, engine, thorough=True)
-    monkeypatch.setattr(certified, "read_certificate", lambda _: read_certificate(bundle))
+    monkeypatch.setattr(promise, "read_certificate", lambda _: read_certificate(bundle))
     with pytest.raises(BundleError, match=r"parity\.json is the certificate of an fp32 bundle"):
         bench_turn.check(half, engine, thorough=True)
 

@@ -27,7 +27,7 @@ from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.engines.ort.engine import SOURCE_MULTIPLE, OrtEngine
 from fatdeploy.runtimes.engines.protocol import Capacity, Want
 from fatdeploy.runtimes.evaluation.metrics import METRICS
-from fatdeploy.runtimes.proof.gate import cpu_class
+from fatdeploy.runtimes.proof.cpu_checks import cpu_class
 from tests.support.bundles import bundle_of, model_of, shared_bundle
 from tests.support.choices import tiny
 
