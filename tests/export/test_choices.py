@@ -161,8 +161,8 @@ def test_a_tokenizer_that_a_device_could_not_use_is_refused_before_tracing(tmp_p
     stages: list[str] = []
     (tmp_path / "broken.json").write_text('{"no": "tokenizer"}')
     for path, message in (
-        (tmp_path / "broken.json", r"broken\.json is no tokenizer in the format of the tokenizers package"),
-        (words_of(tmp_path, 65), r"words\.json has 65 tokens, the model 64: it is another model's"),
+        (tmp_path / "broken.json", r"broken\.json is not in the format of the tokenizers package"),
+        (words_of(tmp_path, 65), r"words\.json has 65 tokens, the model 64: it belongs to another model"),
     ):
         with pytest.raises(CheckpointError, match=message):
             write_bundle(model, tmp_path / "out", origin=Origin(name="x", tokenizer=path), stage=stages.append)

@@ -338,7 +338,7 @@ def test_graphs_of_standard_ops_have_no_4_bit_integers(tmp_path: Path) -> None:
 
 def test_fp32_has_nothing_to_choose(tmp_path: Path) -> None:
     line = refused(TINY, "--out", tmp_path / "out", "--calibration", "some.txt")
-    assert line == ("Error: nothing is quantized in fp32 (say --precision int8 or int4): --calibration is for integers")
+    assert line == ("Error: nothing is quantized in fp32 (use --precision int8 or int4): --calibration is for integers")
 
 
 def test_precisions_that_are_none_are_refused_at_once(tmp_path: Path) -> None:
