@@ -1,1 +1,1 @@
-"""``fatdeploy bench``: turns in processes of their own, timed, in a table and on a page."""
+"""``fatdeploy bench``: measures bundles in processes of their own; writes a table, JSON and a page."""

@@ -1,4 +1,4 @@
-"""What a bench measures: the settings that were asked for, checked against what each bundle can do."""
+"""What a bench measures: the requested settings, checked against the limits of each bundle."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     # Not at run time: a command's help must not need numpy.
     from fatdeploy.bundle import Bundle
 
-# Each is a process of its own a bundle and number of threads: what changes between processes shows in the percentiles.
+# Each round is a new process per bundle and number of threads: percentiles show what varies between processes.
 MOST_ROUNDS = 4
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is decoded at once: so many sources, with so many beams each."""
+    """What is decoded at once: a number of sources with a number of beams each."""
 
     batch: int
     beams: int
@@ -30,7 +30,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRequest:
-    """The options of a bench; those in ``defaults`` nobody typed, so that a bundle may lower them."""
+    """The options of a bench; ``defaults`` names those that were not typed, which a bundle may lower."""
 
     batch: tuple[int, ...]
     source: int
@@ -43,17 +43,17 @@ class BenchRequest:
 
     @property
     def rounds(self) -> int:
-        """How many processes measure each bundle with each number of threads."""
+        """Number of processes per bundle and number of threads."""
         return min(MOST_ROUNDS, self.repetitions)
 
     def repetitions_of(self, index: int) -> int:
-        """Return how many repetitions a round has."""
+        """Return the number of repetitions in a round."""
         return self.repetitions // self.rounds + (index < self.repetitions % self.rounds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What one process measures: a bundle with so many threads, every setting so often."""
+    """What one process measures: each setting of a bundle with one number of threads."""
 
     bundle: str
     threads: int
@@ -63,20 +63,20 @@ class Turn:
     settings: tuple[Setting, ...]
     repetitions: int
     decoder_bytes: int
-    cuda_graphs: bool = True  # of engines that record their steps
-    thorough: bool  # also every row alone and one batch twice, which takes long and need not be done in every round
+    cuda_graphs: bool = True  # for engines that can record steps
+    thorough: bool  # also check every row alone and one batch twice: slow, and enough in one round
 
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What is measured of one bundle, and what was lowered for it."""
+    """What is measured of one bundle, and notes on the options that were lowered for it."""
 
     label: str
     bundle: "Bundle"
-    asked: BenchRequest
-    decoder_bytes: int  # of the weights that a step reads
+    request: BenchRequest
+    decoder_bytes: int  # weights that a step reads
     notes: tuple[str, ...]
-    cuda_graphs: bool = True  # of engines that record their steps
+    cuda_graphs: bool = True  # for engines that can record steps
 
     @property
     def parallel(self) -> bool:
@@ -84,36 +84,36 @@ class BenchPlan:
 
     @property
     def settings(self) -> tuple[Setting, ...]:
-        """From few rows to many: the peak of memory after each is that of a process which ran no larger one."""
-        every = (Setting(batch, beams) for batch in self.asked.batch for beams in self.asked.beams)
-        return tuple(sorted(every, key=lambda one: (one.rows, one.batch)))
+        """From few rows to many, so that the memory peak of a setting is not that of a larger one."""
+        settings = (Setting(batch, beams) for batch in self.request.batch for beams in self.request.beams)
+        return tuple(sorted(settings, key=lambda setting: (setting.rows, setting.batch)))
 
     def turn(self, threads: int, index: int) -> Turn:
-        """Return what the process of a round does."""
+        """Return the turn of a round."""
         return Turn(
             bundle=str(self.bundle.path),
             threads=threads,
-            spinning=self.asked.spinning,
-            source=self.asked.source,
-            target=self.asked.target,
+            spinning=self.request.spinning,
+            source=self.request.source,
+            target=self.request.target,
             settings=self.settings,
-            repetitions=self.asked.repetitions_of(index),
+            repetitions=self.request.repetitions_of(index),
             decoder_bytes=self.decoder_bytes,
             cuda_graphs=self.cuda_graphs,
             thorough=index == 0,
         )
 
 
-def plans_for(bundles: "dict[str, Bundle]", asked: BenchRequest) -> list[BenchPlan]:
-    """Return what is measured of each bundle; whatever one of them cannot do is refused, all at once."""
-    reasons = [reason for label, bundle in bundles.items() for reason in _wrong(label, bundle, asked)]
+def plans_for(bundles: "dict[str, Bundle]", request: BenchRequest) -> list[BenchPlan]:
+    """Return the plans of all bundles; raise with every option that is beyond the limits of a bundle."""
+    reasons = [reason for label, bundle in bundles.items() for reason in _wrong(label, bundle, request)]
     if reasons:
         raise ConfigError(in_one_line("bench refused", reasons))
-    return [plan for label, bundle in bundles.items() for plan in _by_capture(_plan(label, bundle, asked))]
+    return [plan for label, bundle in bundles.items() for plan in _by_capture(_plan(label, bundle, request))]
 
 
 def _by_capture(plan: BenchPlan) -> Iterator[BenchPlan]:
-    """Yield a plan, or two of a bundle whose engine can record steps: with and without, under names of their own."""
+    """Yield a plan, or two if the engine can record steps: with and without, under different labels."""
     if not TARGETS[plan.bundle.manifest.target].captures_steps:
         yield plan
         return
@@ -121,18 +121,18 @@ def _by_capture(plan: BenchPlan) -> Iterator[BenchPlan]:
     yield replace(plan, label=f"{plan.label}, steps not recorded", notes=(), cuda_graphs=False)
 
 
-def fitting_threads(asked: BenchRequest, cores: int) -> BenchRequest:
-    """Return the options with as many threads as there are cores at most; more that were typed are refused."""
-    if "threads" in asked.defaults:
-        return replace(asked, threads=tuple(number for number in asked.threads if number <= cores) or (1,))
-    if max(asked.threads) > cores:
-        raise ConfigError(f"--threads must lie in 1…{cores} (the cores that this process has), found {asked.threads}")
-    return asked
+def fitting_threads(request: BenchRequest, cores: int) -> BenchRequest:
+    """Return the options with at most one thread per core; raise if more were typed."""
+    if "threads" in request.defaults:
+        return replace(request, threads=tuple(number for number in request.threads if number <= cores) or (1,))
+    if max(request.threads) > cores:
+        raise ConfigError(f"--threads must lie in 1…{cores} (the cores of this process), found {request.threads}")
+    return request
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The largest value of an option that a bundle takes, and why."""
+    """The largest value of an option that a bundle accepts, and why."""
 
     option: str
     most: int
@@ -144,48 +144,48 @@ def _limits(bundle: "Bundle") -> Iterator[Limit]:
     yield Limit("source", spec.max_source, "its max_source")
     yield Limit("target", spec.max_target, "its max_target")
     if spec.decoding == "parallel":
-        yield Limit("beams", 1, "it says all tokens at once")
+        yield Limit("beams", 1, "it generates all tokens at once")
     else:
         yield Limit("beams", max(1, spec.vocab_size // 2), "half its vocabulary")
 
 
-def _given(asked: BenchRequest, option: str) -> tuple[int, ...]:
-    values = {"source": (asked.source,), "target": (asked.target,), "beams": asked.beams}
+def _values(request: BenchRequest, option: str) -> tuple[int, ...]:
+    values = {"source": (request.source,), "target": (request.target,), "beams": request.beams}
     return values[option]
 
 
-def _wrong(label: str, bundle: "Bundle", asked: BenchRequest) -> Iterator[str]:
+def _wrong(label: str, bundle: "Bundle", request: BenchRequest) -> Iterator[str]:
     for limit in _limits(bundle):
-        largest = max(_given(asked, limit.option))
-        if largest > limit.most and limit.option not in asked.defaults:
+        largest = max(_values(request, limit.option))
+        if largest > limit.most and limit.option not in request.defaults:
             yield f"--{limit.option} must lie in 1…{limit.most} for {label} ({limit.why}), found {largest}"
 
 
-def _plan(label: str, bundle: "Bundle", asked: BenchRequest) -> BenchPlan:
-    """Return the plan of a bundle; what nobody typed is lowered to what it takes, and told."""
+def _plan(label: str, bundle: "Bundle", request: BenchRequest) -> BenchPlan:
+    """Return the plan of a bundle, with defaults lowered to its limits and a note about each."""
     from fatdeploy.manifest import DECODER
 
     notes = []
-    if TARGETS[bundle.manifest.target].needs_gpu and len(asked.threads) > 1:
-        notes.append(f"{label}: --threads {_listed(asked.threads)} lowered to {asked.threads[0]} (it is for a GPU)")
-        asked = replace(asked, threads=asked.threads[:1])
+    if TARGETS[bundle.manifest.target].needs_gpu and len(request.threads) > 1:
+        notes.append(f"{label}: --threads {_listed(request.threads)} lowered to {request.threads[0]} (it is for a GPU)")
+        request = replace(request, threads=request.threads[:1])
     for limit in _limits(bundle):
-        given = _given(asked, limit.option)
-        fitting = tuple(dict.fromkeys(min(value, limit.most) for value in given))
-        if fitting != given:
-            notes.append(f"{label}: --{limit.option} {_listed(given)} lowered to {_listed(fitting)} ({limit.why})")
-        asked = _lowered(asked, limit.option, fitting)
-    return BenchPlan(label, bundle, asked, bytes_a_step_reads(bundle.file(DECODER)), tuple(notes))
+        values = _values(request, limit.option)
+        fitting = tuple(dict.fromkeys(min(value, limit.most) for value in values))
+        if fitting != values:
+            notes.append(f"{label}: --{limit.option} {_listed(values)} lowered to {_listed(fitting)} ({limit.why})")
+        request = _lowered(request, limit.option, fitting)
+    return BenchPlan(label, bundle, request, bytes_a_step_reads(bundle.file(DECODER)), tuple(notes))
 
 
-def _lowered(asked: BenchRequest, option: str, values: tuple[int, ...]) -> BenchRequest:
+def _lowered(request: BenchRequest, option: str, values: tuple[int, ...]) -> BenchRequest:
     match option:
         case "source":
-            return replace(asked, source=values[0])
+            return replace(request, source=values[0])
         case "target":
-            return replace(asked, target=values[0])
+            return replace(request, target=values[0])
         case _:
-            return replace(asked, beams=values)
+            return replace(request, beams=values)
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -1,4 +1,7 @@
-"""The turns of a bench, each in a process of its own: idle threads of one engine would spin on another's cores."""
+"""Runs each turn in a process of its own: idle threads of one engine would spin on the cores of another.
+
+The process prints one JSON object per line: ``ticks`` while it works, then ``result`` or ``error``.
+"""
 
 import json
 import os
@@ -8,80 +11,104 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
+
 import fatdeploy
 from fatdeploy import errors
 from fatdeploy.errors import BenchFailed, FatdeployError
 from fatdeploy.records import json_from_record
 from fatdeploy.runtimes.bench.plan import BenchPlan, Turn
+from fatdeploy.runtimes.bench.table import counted
 
 MODULE = "fatdeploy.runtimes.bench.turn"
-Ticked = Callable[[int], object]
-# What one round of each plan, by its number, and of each number of threads told.
+OnTick = Callable[[int], object]
+# The results of all rounds, by the number of the plan and the number of threads.
 Results = dict[tuple[int, int], list[dict[str, Any]]]
 
 
 def turns_of(plans: Sequence[BenchPlan]) -> Iterator[tuple[int, Turn]]:
-    """Yield each plan's number and turn; rounds alternate: all bundles and threads once before any again."""
-    for index in range(max(plan.asked.rounds for plan in plans)):
+    """Yield the number of a plan and a turn; each round measures all bundles and threads before the next begins."""
+    for index in range(max(plan.request.rounds for plan in plans)):
         for number, plan in enumerate(plans):
-            for threads in plan.asked.threads:
+            for threads in plan.request.threads:
                 yield number, plan.turn(threads, index)
 
 
 def ticks_of(turn: Turn) -> int:
-    """Return how often a turn says that it goes on: once it is checked, and after each repetition."""
+    """Return how often a turn ticks: after its check, and after each repetition."""
     return 1 + turn.repetitions
 
 
-def measured(turns: Sequence[tuple[int, Turn]], ticked: Ticked) -> Results:
-    """Return what each turn tells, in order, by plan and threads."""
+def measured(turns: Sequence[tuple[int, Turn]], on_tick: OnTick) -> Results:
+    """Return the result of each turn, in order, by plan and threads."""
     results: Results = {}
     for number, turn in turns:
-        results.setdefault((number, turn.threads), []).append(result_apart(turn, ticked))
+        results.setdefault((number, turn.threads), []).append(measured_in_process(turn, on_tick))
     return results
 
 
-def result_apart(turn: Turn, ticked: Ticked) -> dict[str, Any]:
-    """Return what a process of its own measures; its error is raised here."""
-    command = [sys.executable, "-P", "-m", MODULE, json.dumps(json_from_record(turn))]
+def measured_in_process(turn: Turn, on_tick: OnTick) -> dict[str, Any]:
+    """Return the result of a turn, measured in a process of its own."""
+    task = f"{turn.bundle} with {counted(turn.threads, 'thread')}"
+    result: dict[str, Any] = result_of_process(MODULE, json.dumps(json_from_record(turn)), task, on_tick)
+    return result
+
+
+def result_of_process(module: str, argument: str, task: str, on_tick: OnTick = lambda _: None) -> Any:
+    """Return what a module answers in a process of its own; raise its error here. ``task`` names it in errors."""
+    command = [sys.executable, "-P", "-m", module, argument]
     # The program is this Python, the argument our own JSON.
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_environment()) as process:  # noqa: S603
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=process_environment()) as process:  # noqa: S603
         try:
-            told = _last_message(process, ticked)
+            message = _last_message(process, on_tick)
         except BaseException:
             process.kill()
             raise
-    if "result" in told:
-        result: dict[str, Any] = told["result"]
-        return result
-    if "error" in told:
-        raise _error(**told["error"])
-    raise BenchFailed(f"{turn.bundle}: {_ending(process.returncode)} while it measured {turn.threads} threads")
+    if "result" in message:
+        return message["result"]
+    if "error" in message:
+        raise _error(**message["error"])
+    raise BenchFailed(f"{_ending(process.returncode)} while it measured {task}")
 
 
-def _last_message(process: subprocess.Popen[str], ticked: Ticked) -> dict[str, Any]:
-    """Return the message that ends a turn; empty if the process ended without one."""
-    told: dict[str, Any] = {}
-    for line in process.stdout or ():
-        told = json.loads(line)
-        ticked(told.get("ticks", 0))
-    return {} if "ticks" in told else told
+def answer(work: Callable[[Callable[[], None]], Any]) -> None:
+    """Do the work of a process that ``result_of_process`` started, and print what that reads."""
+    try:
+        result = work(lambda: _print_message({"ticks": 1}))
+    except FatdeployError as error:
+        _print_message({"error": {"kind": type(error).__name__, "message": str(error)}})
+    except KeyboardInterrupt:  # the parent process is interrupted too, and says so
+        raise SystemExit(130) from None
+    else:
+        _print_message({"result": result})
 
 
-def _environment() -> dict[str, str]:
-    """Return the environment in which a process imports this very fatdeploy, and numpy takes no thread of its own."""
+def process_environment() -> dict[str, str]:
+    """Return an environment in which a process imports this very fatdeploy, and numpy starts no threads."""
     here = str(Path(fatdeploy.__file__).parent.parent)
     paths = [here, *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1"}
 
 
+def _print_message(message: dict[str, Any]) -> None:
+    click.echo(json.dumps(message))
+
+
+def _last_message(process: subprocess.Popen[str], on_tick: OnTick) -> dict[str, Any]:
+    """Return the message that ends a turn; empty if the process ended without one."""
+    message: dict[str, Any] = {}
+    for line in process.stdout or ():
+        message = json.loads(line)
+        on_tick(message.get("ticks", 0))
+    return {} if "ticks" in message else message
+
+
 def _error(kind: str, message: str) -> FatdeployError:
-    found = getattr(errors, kind, BenchFailed)
-    error: FatdeployError = found(message)
+    error: FatdeployError = getattr(errors, kind, BenchFailed)(message)
     return error
 
 
 def _ending(code: int) -> str:
     if code == -9:
-        return "the measuring process was killed (perhaps there is too little memory: try smaller --batch, --beams)"
+        return "the measuring process was killed (perhaps out of memory: try smaller --batch, --beams)"
     return f"the measuring process ended with exit code {code}"

@@ -1,4 +1,4 @@
-"""From the times of all turns to what is told: percentiles of each phase beside fidelity, memory and size."""
+"""Puts the results of all turns together: percentiles of each phase next to fidelity, memory and size."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -15,13 +15,13 @@ from fatdeploy.runtimes.bench.processes import Results
 FORMAT = 1
 WARM_UP = 1  # decodes of each setting before any is timed, in every process
 PERCENTILES = (50, 95, 99)
-PER_TOKEN = ("per_token", "per_token_device")  # many: their percentiles are told, and positions
+PER_TOKEN = ("per_token", "per_token_device")  # too many samples to list: the report has percentiles and positions
 Milliseconds = NDArray[np.float64]
 TurnResult = dict[str, Any]
 
 
-def report_of(plans: Sequence[BenchPlan], results: Results, asked: BenchRequest) -> dict[str, Any]:
-    """Return everything that was measured as JSON values."""
+def report_of(plans: Sequence[BenchPlan], results: Results, request: BenchRequest) -> dict[str, Any]:
+    """Return all measurements as JSON values."""
     machine = this_machine()
     runtimes = [turn["onnxruntime"] for turns in results.values() for turn in turns if turn["onnxruntime"] is not None]
     versions = {"fatdeploy": VERSION, "numpy": np.__version__, **({"onnxruntime": runtimes[0]} if runtimes else {})}
@@ -31,60 +31,60 @@ def report_of(plans: Sequence[BenchPlan], results: Results, asked: BenchRequest)
         "machine": machine.as_dict(),
         "versions": versions,
         "settings": {
-            **{name: getattr(asked, name) for name in ("batch", "source", "target", "beams", "threads", "spinning")},
-            "repetitions": asked.repetitions,
-            "rounds": asked.rounds,
+            **{name: getattr(request, name) for name in ("batch", "source", "target", "beams", "threads", "spinning")},
+            "repetitions": request.repetitions,
+            "rounds": request.rounds,
             "warm_up": WARM_UP,
         },
         "notes": [note for plan in plans for note in plan.notes],
-        "bundles": [_bundle(plan, results[number, plan.asked.threads[0]]) for number, plan in enumerate(plans)],
+        "bundles": [_bundle(plan, results[number, plan.request.threads[0]]) for number, plan in enumerate(plans)],
         "rows": [
             {**row, "device": results[number, threads][-1].get("device") or device_of(machine)}
             for number, plan in enumerate(plans)
-            for threads in plan.asked.threads
+            for threads in plan.request.threads
             for row in rows_of(plan, threads, results[number, threads])
         ],
     }
 
 
 def device_of(machine: Machine) -> dict[str, Any]:
-    """Return where a row was measured; clocks are there for devices that tell them."""
+    """Return the CPU as the device of a row; only GPUs report clocks."""
     return {"kind": "cpu", "name": machine.cpu, "clocks": None}
 
 
 def rows_of(plan: BenchPlan, threads: int, turns: Sequence[TurnResult]) -> list[dict[str, Any]]:
-    """Return a row for each setting of a bundle with so many threads."""
+    """Return one row per setting of a bundle with a number of threads."""
     loads = _milliseconds([turn["load"] for turn in turns])
     bandwidths = [turn["bandwidth"] for turn in turns if turn["bandwidth"] is not None]
     shared = {"bundle": plan.label, "digest": plan.bundle.digest, "threads": threads}
-    right = {"fidelity": _least(turns), "certified_share": turns[0]["certified_share"]}
+    accuracy = {"fidelity": _lowest_fidelity(turns), "certified_share": turns[0]["certified_share"]}
     rows = []
     for index, setting in enumerate(plan.settings):
         row = _row(plan, setting, [turn["settings"][index] for turn in turns], loads)
-        told = not plan.parallel and bool(bandwidths)
-        floor = _floor(plan.decoder_bytes, max(bandwidths), row["phases"]) if told else None
-        rows.append({**shared, **row, **right, "floor": floor})
+        has_floor = not plan.parallel and bool(bandwidths)
+        floor = _floor(plan.decoder_bytes, max(bandwidths), row["phases"]) if has_floor else None
+        rows.append({**shared, **row, **accuracy, "floor": floor})
     return rows
 
 
-def _row(plan: BenchPlan, setting: Setting, found: Sequence[TurnResult], loads: Milliseconds) -> dict[str, Any]:
-    times = [one for turn in found for one in turn["times"]]
-    steps = _milliseconds([one["steps"] for one in times])
-    samples = {"load": loads, "encode": _milliseconds([one["encode"] for one in times])}
-    if not plan.parallel:  # all tokens are said at once: none is the first
+def _row(plan: BenchPlan, setting: Setting, results: Sequence[TurnResult], loads: Milliseconds) -> dict[str, Any]:
+    decodes = [times for result in results for times in result["times"]]
+    steps = _milliseconds([times["steps"] for times in decodes])
+    samples = {"load": loads, "encode": _milliseconds([times["encode"] for times in decodes])}
+    if not plan.parallel:  # parallel models have no first-token phase
         samples |= {"first_token": steps[:, 0], "per_token": steps[:, 1:].ravel()}
-        if all(one.get("device_steps") for one in times):
-            device = _milliseconds([one["device_steps"] for one in times])
+        if all(times.get("device_steps") for times in decodes):
+            device = _milliseconds([times["device_steps"] for times in decodes])
             samples |= {"first_token_device": device[:, 0], "per_token_device": device[:, 1:].ravel()}
-    samples["end_to_end"] = _milliseconds([one["end_to_end"] for one in times])
-    phases = {name: summary(ms) for name, ms in samples.items() if ms.size}
-    peaks = [turn["peak_bytes"] for turn in found if turn["peak_bytes"] is not None]
-    tokens = found[0]["tokens"]
+    samples["end_to_end"] = _milliseconds([times["end_to_end"] for times in decodes])
+    phases = {name: percentile_summary(ms) for name, ms in samples.items() if ms.size}
+    peaks = [result["peak_bytes"] for result in results if result["peak_bytes"] is not None]
+    tokens = results[0]["tokens"]
     return {
         "batch": setting.batch,
         "beams": setting.beams,
-        "source": plan.asked.source,
-        "target": plan.asked.target,
+        "source": plan.request.source,
+        "target": plan.request.target,
         "tokens": tokens,
         "phases": phases,
         "tokens_per_s": tokens / phases["end_to_end"]["p50_ms"] * 1e3,
@@ -97,15 +97,15 @@ def _row(plan: BenchPlan, setting: Setting, found: Sequence[TurnResult], loads: 
     }
 
 
-def summary(ms: Milliseconds) -> dict[str, float]:
-    """Return how many samples there are, the smallest, and percentiles."""
-    percentiles = np.percentile(ms, PERCENTILES).tolist()
-    found = {f"p{percent}_ms": value for percent, value in zip(PERCENTILES, percentiles, strict=True)}
-    return {"n": ms.size, "min_ms": float(ms.min()), **found}
+def percentile_summary(ms: Milliseconds) -> dict[str, float]:
+    """Return the number of samples, the smallest, and percentiles."""
+    values = np.percentile(ms, PERCENTILES).tolist()
+    percentiles = {f"p{percent}_ms": value for percent, value in zip(PERCENTILES, values, strict=True)}
+    return {"n": ms.size, "min_ms": float(ms.min()), **percentiles}
 
 
 def _floor(n_bytes: int, bandwidth: float, phases: dict[str, Any]) -> dict[str, float] | None:
-    """Return how long it takes to read the decoder's weights once, and how many times that a step takes."""
+    """Return how long it takes to read the decoder's weights once, and how many times longer a step takes."""
     if "per_token" not in phases:
         return None
     ms = n_bytes / bandwidth * 1e3
@@ -127,10 +127,9 @@ def _bundle(plan: BenchPlan, turns: Sequence[TurnResult]) -> dict[str, Any]:
     }
 
 
-def _least(turns: Sequence[TurnResult]) -> dict[str, Any]:
-    """Return the lowest fidelity of all processes."""
-    found: dict[str, Any] = min((turn["fidelity"] for turn in turns), key=lambda one: one["same"])
-    return found
+def _lowest_fidelity(turns: Sequence[TurnResult]) -> dict[str, Any]:
+    fidelity: dict[str, Any] = min((turn["fidelity"] for turn in turns), key=lambda fidelity: fidelity["same"])
+    return fidelity
 
 
 def _milliseconds(seconds: Sequence[Any]) -> Milliseconds:
@@ -138,6 +137,6 @@ def _milliseconds(seconds: Sequence[Any]) -> Milliseconds:
 
 
 def _rounded(ms: Milliseconds) -> list[float]:
-    """Return numbers with as many digits as a clock has."""
-    found: list[float] = ms.round(4).tolist()
-    return found
+    """Return times with no more digits than the clock has."""
+    values: list[float] = ms.round(4).tolist()
+    return values

@@ -1,4 +1,4 @@
-"""The result of a bench as text: a section a bundle and number of threads, a line a phase."""
+"""The result of a bench as text: a section per bundle and number of threads, a line per phase."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -34,7 +34,7 @@ RIGHT = frozenset(HEAD) - {"batch", "beams", "phase"}
 
 
 def report_lines(report: dict[str, Any]) -> Iterator[str]:
-    """Yield sections for a human, then where it was measured."""
+    """Yield the sections of the table, then where it was measured."""
     for name, group in sections_of(report["rows"]):
         yield f"{name}: {section_line(group[0])}"
         yield from aligned(_right_aligned([HEAD, *table_cells(group)]), indent=2)
@@ -59,24 +59,24 @@ def search_name(beams: int) -> str:
 
 
 def section_line(row: dict[str, Any]) -> str:
-    """Return what is the same for all settings of a bundle: size, sizes of the task, and how right it is."""
+    """Return what all settings of a bundle share: its size, the lengths of source and target, and its accuracy."""
     sizes = f"source {row['source']}, target {row['target']}"
     return f"{row['bundle_bytes'] / 1e6:.1f} MB, {sizes}; {fidelity_line(row)}"
 
 
 def fidelity_line(row: dict[str, Any]) -> str:
-    """Return in words how right a bundle is here, and was where it was exported."""
-    found = row["fidelity"]
-    return f"{found['same']} of {found['tokens']} tokens are the reference's ({agreement(row)})"
+    """Return in words how many tokens are the reference's, here and in the certificate."""
+    fidelity = row["fidelity"]
+    return f"{fidelity['same']} of {fidelity['tokens']} tokens are the reference's ({agreement(row)})"
 
 
 def agreement(row: dict[str, Any]) -> str:
-    """Return the share of the reference's tokens here, and the one of the certificate."""
+    """Return the share of the reference's tokens here and in the certificate."""
     return f"{percent(row['fidelity']['share'])}, certified {percent(row['certified_share'])}"
 
 
 def where_line(report: dict[str, Any]) -> str:
-    """Return machine, versions and repetitions in a line."""
+    """Return machine, versions and repetitions in one line."""
     machine, settings = report["machine"], report["settings"]
     versions = ", ".join(f"{name} {number}" for name, number in sorted(report["versions"].items()))
     times = f"{counted(settings['repetitions'], 'repetition')} in {counted(settings['rounds'], 'round')}"
@@ -86,16 +86,16 @@ def where_line(report: dict[str, Any]) -> str:
 
 
 def device_line(row: dict[str, Any]) -> str:
-    """Return the GPU of a row in words, with what of its clocks is known; empty of a CPU."""
+    """Return the GPU of a row with its clocks, as far as they are known; empty for a CPU."""
     device = row["device"]
     if device["kind"] == "cpu":
         return ""
     name = device["name"] or "a GPU of unknown name"
     if device["clocks"] is None:
         return f"{name} ({device['absent']})"
-    known = [one for one in device["clocks"] if one["name"] == device["name"]] or list(device["clocks"])
-    told = {"driver": "driver", "sm_clock_mhz": "MHz", "power_limit_w": "W limit"}
-    facts = [_fact(known[0].get(field), unit) for field, unit in told.items()]
+    gpus = [gpu for gpu in device["clocks"] if gpu["name"] == device["name"]] or list(device["clocks"])
+    units = {"driver": "driver", "sm_clock_mhz": "MHz", "power_limit_w": "W limit"}
+    facts = [_fact(gpus[0].get(field), unit) for field, unit in units.items()]
     return f"{name} ({', '.join(facts)})"
 
 
@@ -106,7 +106,7 @@ def _fact(value: Any, unit: str) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share in percent; one that is not whole never looks as if it were."""
+    """Return a share in percent; less than everything never rounds to 100 %."""
     return "100 %" if share == 1 else f"{min(share * 100, 99.99):.2f} %"
 
 
@@ -116,36 +116,35 @@ def counted(number: int, name: str) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """Return a time with about three digits that count."""
+    """Return a time with about three significant digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.{1 if value >= 10 else 2 if value >= 1 else 3}f}"
 
 
 def phase_cells(row: dict[str, Any], name: str) -> tuple[str, ...]:
-    """Return the times of a phase, and how often it was timed: of few samples high percentiles say little."""
+    """Return the times of a phase and its number of samples: high percentiles of few samples mean little."""
     phase = row["phases"][name]
     return *(milliseconds(phase[time]) for time in TIMES), f"{phase['n']:,}"
 
 
 def peak(row: dict[str, Any]) -> str:
-    """Return the peak of memory in MB."""
+    """Return the memory peak in MB."""
     return "unknown" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:.0f}"
 
 
 def table_cells(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """Yield the cells below ``HEAD`` of rows that differ in their setting alone: load once, then each phase of each."""
-    right = percent(rows[0]["fidelity"]["share"]), percent(rows[0]["certified_share"])
-    yield "", "", PHASE_NAMES["load"], *phase_cells(rows[0], "load"), "", "", *right
+    """Yield the cells below ``HEAD`` for rows that differ only in their setting: load once, then all other phases."""
+    shares = percent(rows[0]["fidelity"]["share"]), percent(rows[0]["certified_share"])
+    yield "", "", PHASE_NAMES["load"], *phase_cells(rows[0], "load"), "", "", *shares
     for row in rows:
         for name in row["phases"]:
             if name == "load":
                 continue
-            whole = name == "end_to_end"
-            said = (f"{row['tokens_per_s']:,.0f}", peak(row)) if whole else ("", "")
-            yield str(row["batch"]), str(row["beams"]), PHASE_NAMES[name], *phase_cells(row, name), *said, *right
+            totals = (f"{row['tokens_per_s']:,.0f}", peak(row)) if name == "end_to_end" else ("", "")
+            yield str(row["batch"]), str(row["beams"]), PHASE_NAMES[name], *phase_cells(row, name), *totals, *shares
 
 
 def _right_aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    """Yield rows whose numbers stand below each other."""
+    """Yield rows whose numbers are aligned."""
     columns = [
         [cell.rjust(max(map(len, column))) if column[0] in RIGHT else cell for cell in column]
         for column in zip(*rows, strict=True)

@@ -79,7 +79,7 @@ Examples:
   fatdeploy eval my-model test.tsv
   fatdeploy eval my-model test.tsv --beams 5 --metric bleu,chrf --json
   fatdeploy eval my-g2p test.tsv --metric token_error_rate --ignore '[0-2]'
-  fatdeploy eval my-model test.tsv --limit 200 --output said.tsv
+  fatdeploy eval my-model test.tsv --limit 200 --output targets.tsv
   fatdeploy eval my-model ids.tsv --ids
 """,
 )

@@ -1,4 +1,4 @@
-"""``fatdeploy bench``: what is measured, beside which fidelity, and what is refused. No time is asserted."""
+"""``fatdeploy bench``: what is measured, with which fidelity, and what is refused. No time is asserted."""
 
 import json
 import re
@@ -21,13 +21,13 @@ from fatdeploy.errors import BenchFailed, BundleError, ConfigError, ParityFailed
 from fatdeploy.export.graph_files import graphs_of
 from fatdeploy.machine import this_machine, usable_cores
 from fatdeploy.manifest import DECODER, GATE, PARITY, PROBES
-from fatdeploy.runtimes.bench import processes as bench_run
+from fatdeploy.runtimes.bench import processes as bench_processes
 from fatdeploy.runtimes.bench import turn as bench_turn
 from fatdeploy.runtimes.bench.drawing import Scale
 from fatdeploy.runtimes.bench.page import html_from_report
 from fatdeploy.runtimes.bench.plan import BenchPlan, BenchRequest, Setting, fitting_threads, plans_for
-from fatdeploy.runtimes.bench.processes import result_apart, turns_of
-from fatdeploy.runtimes.bench.report import rows_of, summary
+from fatdeploy.runtimes.bench.processes import measured_in_process, turns_of
+from fatdeploy.runtimes.bench.report import percentile_summary, rows_of
 from fatdeploy.runtimes.bench.table import milliseconds, percent, report_lines
 from fatdeploy.runtimes.bench.timing import Endless, Times, peak_bytes, random_sources, read_bandwidth, timed_decode
 from fatdeploy.runtimes.bench.weight_bytes import bytes_a_step_reads
@@ -44,8 +44,8 @@ from tests.support.terminal import on_a_terminal
 TINY, NAT = "transformer-tiny", "transformer-nat-tiny"
 SMALL = ("--source", "5", "--target", "4", "--threads", "1")
 QUICK = (*SMALL, "--batch", "1", "--beams", "1", "--repetitions", "1")
-ASKED = BenchRequest(batch=(8, 1), source=32, target=64, beams=(1, 4), threads=(1, 2), repetitions=6)
-UNTYPED = frozenset({"source", "target", "beams", "threads"})
+REQUEST = BenchRequest(batch=(8, 1), source=32, target=64, beams=(1, 4), threads=(1, 2), repetitions=6)
+DEFAULTS = frozenset({"source", "target", "beams", "threads"})
 
 
 def bench(*arguments: object) -> Result:
@@ -53,8 +53,8 @@ def bench(*arguments: object) -> Result:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Measure two bundles once; return the report, with what was written and printed."""
+def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Measure two bundles once; return the report, the page and the output."""
     folder = tmp_path_factory.mktemp("bench")
     files = ("--json", folder / "out.json", "--html", folder / "out.html")
     options = (*SMALL, "--batch", "1,3", "--repetitions", "5", *files)
@@ -64,12 +64,12 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"report": report, "html": (folder / "out.html").read_text(), "result": result}
 
 
-def rows_named(told: dict[str, Any], preset: str) -> list[dict[str, Any]]:
-    return [row for row in told["report"]["rows"] if row["bundle"] == f"{preset}-ort"]
+def rows_named(run: dict[str, Any], preset: str) -> list[dict[str, Any]]:
+    return [row for row in run["report"]["rows"] if row["bundle"] == f"{preset}-ort"]
 
 
-def test_each_setting_has_a_row_with_the_samples_of_every_phase(told: dict[str, Any]) -> None:
-    rows = rows_named(told, TINY)
+def test_each_setting_has_a_row_with_the_samples_of_every_phase(run: dict[str, Any]) -> None:
+    rows = rows_named(run, TINY)
     assert [(row["batch"], row["beams"], row["tokens"]) for row in rows] == [
         (1, 1, 4),
         (3, 1, 12),
@@ -77,14 +77,14 @@ def test_each_setting_has_a_row_with_the_samples_of_every_phase(told: dict[str, 
         (3, 4, 12),
     ]
     for row in rows:
-        # Five repetitions in four processes, of four steps the first apart.
+        # Five repetitions in four processes; the first of four steps counts apart.
         counts = {name: phase["n"] for name, phase in row["phases"].items()}
         assert counts == {"load": 4, "encode": 5, "first_token": 5, "per_token": 15, "end_to_end": 5}
         assert all(
             0 < phase["min_ms"] <= phase["p50_ms"] <= phase["p95_ms"] <= phase["p99_ms"]
             for phase in row["phases"].values()
         )
-        assert {name: len(one) for name, one in row["samples_ms"].items()} == {
+        assert {name: len(samples) for name, samples in row["samples_ms"].items()} == {
             "load": 4,
             "encode": 5,
             "first_token": 5,
@@ -95,34 +95,34 @@ def test_each_setting_has_a_row_with_the_samples_of_every_phase(told: dict[str, 
         assert (row["source"], row["target"], row["threads"]) == (5, 4, 1)
 
 
-def test_fidelity_and_size_stand_beside_every_latency(told: dict[str, Any]) -> None:
+def test_fidelity_and_size_are_next_to_every_latency(run: dict[str, Any]) -> None:
     for preset, count in ((TINY, 4), (NAT, 2)):
-        rows, bundle = rows_named(told, preset), bundle_of(preset)
+        rows, bundle = rows_named(run, preset), bundle_of(preset)
         assert [row["fidelity"] for row in rows] == [{"tokens": 832, "same": 832, "share": 1.0}] * count
         assert [row["certified_share"] for row in rows] == [1.0] * count
         assert {(row["digest"], row["bundle_bytes"]) for row in rows} == {(bundle.digest, bundle.total_bytes)}
-    parities = [one["parity"]["tokens"] for one in told["report"]["bundles"]]
+    parities = [bundle["parity"]["tokens"] for bundle in run["report"]["bundles"]]
     assert parities == [832, 832]
 
 
-def test_memory_does_not_shrink_from_setting_to_setting(told: dict[str, Any]) -> None:
-    peaks = [row["peak_bytes"] for row in rows_named(told, TINY)]
+def test_memory_does_not_shrink_from_setting_to_setting(run: dict[str, Any]) -> None:
+    peaks = [row["peak_bytes"] for row in rows_named(run, TINY)]
     assert peaks == sorted(peaks)
     assert peaks[0] > 10e6
 
 
-def test_of_parallel_models_only_load_encode_and_end_to_end_are_told(told: dict[str, Any]) -> None:
-    rows = rows_named(told, NAT)
+def test_parallel_models_have_only_load_encode_and_end_to_end(run: dict[str, Any]) -> None:
+    rows = rows_named(run, NAT)
     assert [(row["batch"], row["beams"]) for row in rows] == [(1, 1), (3, 1)]
     assert all(list(row["phases"]) == ["load", "encode", "end_to_end"] for row in rows)
     assert all(row["floor"] is row["positions_ms"] is None for row in rows)
-    note = f"{NAT}-ort: --beams 1,4 lowered to 1 (it says all tokens at once)"
-    assert told["report"]["notes"] == [note]
-    assert told["result"].stderr == f"WARNING {note}\n"
+    note = f"{NAT}-ort: --beams 1,4 lowered to 1 (it generates all tokens at once)"
+    assert run["report"]["notes"] == [note]
+    assert run["result"].stderr == f"WARNING {note}\n"
 
 
-def test_the_report_says_where_and_with_what_it_was_made(told: dict[str, Any]) -> None:
-    report = told["report"]
+def test_the_report_says_where_and_with_what_it_was_made(run: dict[str, Any]) -> None:
+    report = run["report"]
     assert report["machine"] == json.loads(json.dumps(this_machine().as_dict()))
     assert report["versions"]["fatdeploy"] == VERSION
     assert report["versions"]["numpy"] == np.__version__
@@ -142,16 +142,16 @@ def test_the_report_says_where_and_with_what_it_was_made(told: dict[str, Any]) -
     }
 
 
-def test_the_floor_is_the_time_to_read_what_a_step_reads(told: dict[str, Any]) -> None:
-    for row in rows_named(told, TINY):
+def test_the_floor_is_the_time_to_read_what_a_step_reads(run: dict[str, Any]) -> None:
+    for row in rows_named(run, TINY):
         floor = row["floor"]
         assert floor["decoder_bytes"] == bytes_a_step_reads(bundle_of(TINY).file(DECODER))
         assert floor["ms"] == pytest.approx(floor["decoder_bytes"] / floor["read_bytes_per_s"] * 1000)
         assert floor["times"] == pytest.approx(row["phases"]["per_token"]["p50_ms"] / floor["ms"])
 
 
-def test_the_table_shows_each_phase_with_its_agreement(told: dict[str, Any]) -> None:
-    lines = told["result"].stdout.splitlines()
+def test_the_table_shows_each_phase_with_its_agreement(run: dict[str, Any]) -> None:
+    lines = run["result"].stdout.splitlines()
     size = bundle_of(TINY).total_bytes / 1e6
     assert lines[0] == (
         f"{TINY}-ort, 1 thread: {size:.1f} MB, source 5, target 4; 832 of 832 tokens are the reference's (100 %, "
@@ -163,57 +163,57 @@ def test_the_table_shows_each_phase_with_its_agreement(told: dict[str, Any]) -> 
     section = lines[2 : lines.index("")]
     assert len(section) == 1 + 4 * 4
     assert all(line.split()[-4:] == ["100", "%", "100", "%"] for line in section)
-    row = rows_named(told, TINY)[0]["phases"]["per_token"]
+    row = rows_named(run, TINY)[0]["phases"]["per_token"]
     times = " ".join(milliseconds(row[name]) for name in ("p50_ms", "p95_ms", "p99_ms", "min_ms"))
     assert " ".join(section[3].split()) == f"1 1 per token {times} 15 100 % 100 %"
     assert lines[-1].endswith("; 5 repetitions in 4 rounds after a warm-up.")
-    assert list(report_lines(told["report"])) == lines
+    assert list(report_lines(run["report"])) == lines
 
 
 def parsed(html: str) -> ElementTree.Element:
     return ElementTree.fromstring(html)
 
 
-def test_the_page_is_well_formed_and_loads_nothing(told: dict[str, Any]) -> None:
-    page = parsed(told["html"])
-    assert "http" not in told["html"]
-    assert "url(" not in told["html"]
-    assert not [one.tag for one in page.iter() if one.tag in ("script", "link", "img", "iframe", "object")]
-    assert not [one for one in page.iter() if {"src", "href", "onload"} & set(one.attrib)]
-    assert "prefers-color-scheme: dark" in told["html"]
-    assert [one.get("name") for one in page.iter("meta")] == [None, "viewport"]
+def test_the_page_is_well_formed_and_loads_nothing(run: dict[str, Any]) -> None:
+    page = parsed(run["html"])
+    assert "http" not in run["html"]
+    assert "url(" not in run["html"]
+    assert not [element.tag for element in page.iter() if element.tag in ("script", "link", "img", "iframe", "object")]
+    assert not [element for element in page.iter() if {"src", "href", "onload"} & set(element.attrib)]
+    assert "prefers-color-scheme: dark" in run["html"]
+    assert [element.get("name") for element in page.iter("meta")] == [None, "viewport"]
 
 
-def test_every_picture_of_the_page_has_its_text(told: dict[str, Any]) -> None:
-    pictures = [one for one in parsed(told["html"]).iter("svg") if one.get("aria-hidden") is None]
+def test_every_picture_of_the_page_has_its_text(run: dict[str, Any]) -> None:
+    pictures = [svg for svg in parsed(run["html"]).iter("svg") if svg.get("aria-hidden") is None]
     # Spreads of steps (1) and targets (2), batch (2), position (1), size (1), floor (1).
     assert len(pictures) == 8
-    for one in pictures:
-        assert one.get("role") == "img"
-        title, text = one.findtext("title"), one.findtext("desc")
+    for picture in pictures:
+        assert picture.get("role") == "img"
+        title, text = picture.findtext("title"), picture.findtext("desc")
         assert title
         assert text
-        assert one.get("aria-label") == f"{title}. {text}"
-    row = rows_named(told, TINY)[0]
-    floor = next(one for one in pictures if "GB/s" in (one.findtext("title") or ""))
+        assert picture.get("aria-label") == f"{title}. {text}"
+    row = rows_named(run, TINY)[0]
+    floor = next(picture for picture in pictures if "GB/s" in (picture.findtext("title") or ""))
     assert f"batch 1, greedy: {milliseconds(row['phases']['per_token']['p50_ms'])} ms" in (floor.findtext("desc") or "")
 
 
-def test_the_page_has_all_numbers_in_tables(told: dict[str, Any]) -> None:
-    tables = list(parsed(told["html"]).iter("table"))
+def test_the_page_has_all_numbers_in_tables(run: dict[str, Any]) -> None:
+    tables = list(parsed(run["html"]).iter("table"))
     rows = [[cell.text or "" for cell in row.iter("td")] for table in tables for row in table.iter("tr")]
     assert len([row for row in rows if row]) == (1 + 4 * 4) + (1 + 2 * 2)
     assert {tuple(row[-2:]) for row in rows if row} == {("100 %", "100 %")}
 
 
-def test_a_name_cannot_write_into_the_page(told: dict[str, Any]) -> None:
-    report = json.loads(json.dumps(told["report"]).replace(f"{TINY}-ort", "<script>&amp;'x"))
+def test_a_name_cannot_write_into_the_page(run: dict[str, Any]) -> None:
+    report = json.loads(json.dumps(run["report"]).replace(f"{TINY}-ort", "<script>&amp;'x"))
     page = parsed(html_from_report(report))
     assert not list(page.iter("script"))
     assert "<script>&amp;'x" in (page.findtext("body/main/h1") or "")
 
 
-def test_json_on_standard_output_is_all_that_is_there(tmp_path: Path) -> None:
+def test_standard_output_has_only_the_json(tmp_path: Path) -> None:
     result = bench(bundle_of("fat-tiny").path, *QUICK, "--json", "-")
     assert (result.exit_code, result.stderr) == (0, "")
     [row] = json.loads(result.stdout)["rows"]
@@ -242,7 +242,7 @@ def test_wrong_values_are_refused_with_the_options_name(arguments: list[str], re
 
 
 def test_what_a_bundle_cannot_do_is_refused_all_at_once_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_run, "result_apart", None)
+    monkeypatch.setattr(bench_processes, "measured_in_process", None)
     sizes = ("--source", "257", "--target", "300", "--beams", "2,33")
     result = bench(bundle_of(TINY).path, bundle_of(NAT).path, *sizes)
     assert (result.exit_code, result.stdout) == (1, "")
@@ -250,21 +250,21 @@ def test_what_a_bundle_cannot_do_is_refused_all_at_once_before_any_work(monkeypa
         f"--source must lie in 1…256 for {TINY}-ort (its max_source), found 257",
         f"--target must lie in 1…256 for {TINY}-ort (its max_target), found 300",
         f"--beams must lie in 1…32 for {TINY}-ort (half its vocabulary), found 33",
-        f"--beams must lie in 1…1 for {NAT}-ort (it says all tokens at once), found 33",
+        f"--beams must lie in 1…1 for {NAT}-ort (it generates all tokens at once), found 33",
     ):
         assert reason in result.stderr
     assert result.stderr.count("\n") == 1
 
 
-def test_more_threads_than_cores_are_refused_if_typed_and_left_out_if_not() -> None:
+def test_more_threads_than_cores_are_refused_if_typed_and_dropped_if_default() -> None:
     result = bench(bundle_of(TINY).path, "--threads", usable_cores() + 1)
     assert result.exit_code == 1
-    assert f"--threads must lie in 1…{usable_cores()} (the cores that this process has)" in result.stderr
-    assert fitting_threads(replace(ASKED, defaults=UNTYPED), 1).threads == (1,)
-    assert fitting_threads(ASKED, 2) is ASKED
+    assert f"--threads must lie in 1…{usable_cores()} (the cores of this process)" in result.stderr
+    assert fitting_threads(replace(REQUEST, defaults=DEFAULTS), 1).threads == (1,)
+    assert fitting_threads(REQUEST, 2) is REQUEST
 
 
-def test_a_folder_that_is_no_bundle_and_one_that_is_given_twice_are_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_bundle_and_a_repeated_bundle_are_refused(tmp_path: Path) -> None:
     result = bench(tmp_path / "nothing", *QUICK)
     assert (result.exit_code, result.stdout) == (1, "")
     assert re.search(r"bundle .*nothing refused: No such file", result.stderr)
@@ -284,7 +284,7 @@ def test_files_that_cannot_be_written_are_refused_before_any_work(tmp_path: Path
 
 
 def with_changed_probes(folder: Path) -> Bundle:
-    """Return a bundle whose last token of one probe is another than the reference's."""
+    """Return a bundle with one probe whose last token is not the reference's."""
     bundle = bundle_of(TINY)
     shutil.copytree(bundle.path, folder)
     probes = read_probes(bundle.file(PROBES))
@@ -294,7 +294,7 @@ def with_changed_probes(folder: Path) -> Bundle:
     return write_manifest(folder, bundle.manifest)
 
 
-def test_a_bundle_of_fp32_that_says_another_token_is_not_measured(tmp_path: Path) -> None:
+def test_an_fp32_bundle_that_returns_another_token_is_not_measured(tmp_path: Path) -> None:
     wrong = with_changed_probes(tmp_path / "wrong")
     result = bench(wrong.path, *QUICK, "--json", tmp_path / "out.json", "--html", tmp_path / "out.html")
     assert (result.exit_code, result.stdout) == (1, "")
@@ -303,30 +303,30 @@ def test_a_bundle_of_fp32_that_says_another_token_is_not_measured(tmp_path: Path
 
 
 def test_later_rounds_of_fp32_are_checked_too(tmp_path: Path) -> None:
-    [plan] = plans_for({"wrong": with_changed_probes(tmp_path / "wrong")}, replace(ASKED, batch=(1,)))
+    [plan] = plans_for({"wrong": with_changed_probes(tmp_path / "wrong")}, replace(REQUEST, batch=(1,)))
     turn = replace(plan.turn(1, 1), source=5, target=2, settings=(Setting(1, 1),), repetitions=1)
     assert not turn.thorough
-    with pytest.raises(ParityFailed, match="says 831 of the reference's 832 tokens, and fp32 must say all"):
+    with pytest.raises(ParityFailed, match="returns 831 of the reference's 832 tokens, and fp32 must return all"):
         bench_turn.measure_turn(turn)
 
 
-def quantized_with(folder: Path, other_tokens: int, **said: object) -> Bundle:
-    """Return a copy of a quantized bundle for whose reference so many tokens are others, with changes to its gate."""
+def quantized_with(folder: Path, other_tokens: int, **gate: object) -> Bundle:
+    """Return a copy of a quantized bundle with a number of changed reference tokens, and changes to its gate."""
     bundle = quantized_of(TINY, "int8")
     shutil.copytree(bundle.path, folder)
-    found = read_material(bundle)
-    tokens = found.tokens.copy()
-    places = tuple(axis[:other_tokens] for axis in np.nonzero(found.counts))
-    # What the engine reads changes too, so more steps than these may say something else.
+    material = read_material(bundle)
+    tokens = material.tokens.copy()
+    places = tuple(axis[:other_tokens] for axis in np.nonzero(material.counts))
+    # The engine reads these tokens too, so more steps than these may differ.
     tokens[places] = (tokens[places] + 1) % 64
-    write_material(folder / GATE, replace(found, tokens=tokens))
+    write_material(folder / GATE, replace(material, tokens=tokens))
     certificate = json.loads(bundle.file(PARITY).read_text())
-    certificate["gate"] |= said
+    certificate["gate"] |= gate
     (folder / PARITY).write_text(json.dumps(certificate))
     return write_manifest(folder, bundle.manifest)
 
 
-def test_of_a_quantized_bundle_the_share_here_stands_beside_the_certified_one(tmp_path: Path) -> None:
+def test_the_share_of_a_quantized_bundle_is_next_to_the_certified_share(tmp_path: Path) -> None:
     recorded = json.loads(quantized_of(TINY, "int8").file(PARITY).read_text())["gate"]["agreement"]
     # As on another CPU: one token more than here.
     certified = (recorded["same_tokens"] + 1) / recorded["tokens"]
@@ -335,8 +335,8 @@ def test_of_a_quantized_bundle_the_share_here_stands_beside_the_certified_one(tm
     assert result.exit_code == 0, result.stderr
     shares = percent(recorded["share"]), percent(certified)
     assert shares[0] != shares[1]
-    said = f"{recorded['same_tokens']} of {recorded['tokens']} tokens are the reference's"
-    assert f"{said} ({shares[0]}, certified {shares[1]})" in result.stdout
+    counts = f"{recorded['same_tokens']} of {recorded['tokens']} tokens are the reference's"
+    assert f"{counts} ({shares[0]}, certified {shares[1]})" in result.stdout
     assert " ".join(result.stdout.splitlines()[2].split()).endswith(" ".join(shares))
     report = json.loads((tmp_path / "out.json").read_text())
     expected = {"tokens": recorded["tokens"], "same": recorded["same_tokens"], "share": recorded["share"]}
@@ -359,8 +359,8 @@ def test_of_a_quantized_bundle_the_share_here_stands_beside_the_certified_one(tm
 def test_a_quantized_bundle_that_lost_its_tokens_here_is_not_measured(
     tmp_path: Path, bar: float | None, other_tokens: int, reason: str
 ) -> None:
-    said = {} if bar is None else {"bar": bar, "enforced": True}
-    wrong = quantized_with(tmp_path / "wrong", other_tokens, **said)
+    gate = {} if bar is None else {"bar": bar, "enforced": True}
+    wrong = quantized_with(tmp_path / "wrong", other_tokens, **gate)
     result = bench(wrong.path, *QUICK, "--json", tmp_path / "out.json", "--html", tmp_path / "out.html")
     assert (result.exit_code, result.stdout) == (1, "")
     assert re.match(rf"Error: {re.escape(str(wrong.path))}: \d+ of 711 tokens are the reference's here ", result.stderr)
@@ -369,7 +369,7 @@ def test_a_quantized_bundle_that_lost_its_tokens_here_is_not_measured(
     assert not list(tmp_path.glob("out.*"))
 
 
-def test_no_time_is_recorded_of_half_precision_below_its_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_precision_below_its_bar_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     bundle, half = bundle_of(TINY), half_of(TINY)
     certificate = read_certificate(half)
     parity = certificate.parity
@@ -387,32 +387,32 @@ def test_no_time_is_recorded_of_half_precision_below_its_bar(monkeypatch: pytest
         bench_turn.check(half, engine, thorough=True)
 
 
-def test_a_decode_that_says_something_else_the_second_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = iter(range(9))
-    monkeypatch.setattr(bench_turn, "timed_decode", lambda *_: (Times(1, (1,), 2), [(next(said),)]))
-    with pytest.raises(ParityFailed, match="the same batch of 8 decoded twice gave two answers"):
+def test_a_decode_that_differs_the_second_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = iter(range(9))
+    monkeypatch.setattr(bench_turn, "timed_decode", lambda *_: (Times(1, (1,), 2), [(next(tokens),)]))
+    with pytest.raises(ParityFailed, match="the same batch of 8 decoded twice gave two results"):
         bench_turn.measure_turn(replace(a_plan().turn(1, 1), settings=(Setting(8, 1),)))
 
 
-def a_plan(asked: BenchRequest = ASKED) -> BenchPlan:
-    [plan] = plans_for({"tiny": bundle_of(TINY)}, asked)
+def a_plan(request: BenchRequest = REQUEST) -> BenchPlan:
+    [plan] = plans_for({"tiny": bundle_of(TINY)}, request)
     return plan
 
 
-def test_an_error_of_the_measuring_process_is_raised_with_its_kind_and_words(tmp_path: Path) -> None:
+def test_an_error_of_the_measuring_process_is_raised_with_its_kind_and_message(tmp_path: Path) -> None:
     turn = replace(a_plan().turn(1, 0), bundle=str(tmp_path / "gone"))
     with pytest.raises(BundleError, match="gone refused: No such file"):
-        result_apart(turn, lambda _: None)
+        measured_in_process(turn, lambda _: None)
 
 
-def test_a_measuring_process_that_ends_without_a_word_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_run, "MODULE", "fatdeploy.errors")
-    with pytest.raises(BenchFailed, match="the measuring process ended with exit code 0 while it measured 1 thread"):
-        result_apart(a_plan().turn(1, 0), lambda _: None)
+def test_a_measuring_process_that_ends_without_a_message_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_processes, "MODULE", "fatdeploy.errors")
+    with pytest.raises(BenchFailed, match=r"process ended with exit code 0 while it measured .* with 1 thread$"):
+        measured_in_process(a_plan().turn(1, 0), lambda _: None)
 
 
 def test_rounds_alternate_between_bundles_and_threads_and_share_the_repetitions() -> None:
-    plans = plans_for({"one": bundle_of(TINY), "two": bundle_of("fat-tiny")}, ASKED)
+    plans = plans_for({"one": bundle_of(TINY), "two": bundle_of("fat-tiny")}, REQUEST)
     turns = list(turns_of(plans))
     assert [(number, turn.threads) for number, turn in turns] == [(0, 1), (0, 2), (1, 1), (1, 2)] * 4
     assert [turn.repetitions for _, turn in turns[::4]] == [2, 2, 1, 1]
@@ -420,23 +420,23 @@ def test_rounds_alternate_between_bundles_and_threads_and_share_the_repetitions(
     assert turns[0][1].settings == (Setting(1, 1), Setting(1, 4), Setting(8, 1), Setting(8, 4))
 
 
-def test_what_nobody_typed_is_lowered_to_what_a_bundle_takes_and_told() -> None:
+def test_defaults_are_lowered_to_the_limits_of_a_bundle_with_a_note() -> None:
     bundle = bundle_of(TINY)
     spec = replace(bundle.spec, max_source=16, max_target=20, vocab_size=6)
     small = replace(bundle, manifest=replace(bundle.manifest, spec=spec))
-    [plan] = plans_for({"small": small}, replace(ASKED, defaults=UNTYPED))
-    assert (plan.asked.source, plan.asked.target, plan.asked.beams) == (16, 20, (1, 3))
+    [plan] = plans_for({"small": small}, replace(REQUEST, defaults=DEFAULTS))
+    assert (plan.request.source, plan.request.target, plan.request.beams) == (16, 20, (1, 3))
     assert plan.notes == (
         "small: --source 32 lowered to 16 (its max_source)",
         "small: --target 64 lowered to 20 (its max_target)",
         "small: --beams 1,4 lowered to 1,3 (half its vocabulary)",
     )
     with pytest.raises(ConfigError, match=r"--target must lie in 1…20 for small \(its max_target\), found 64"):
-        plans_for({"small": small}, replace(ASKED, defaults=UNTYPED - {"target"}))
+        plans_for({"small": small}, replace(REQUEST, defaults=DEFAULTS - {"target"}))
 
 
-def test_rows_put_together_what_the_rounds_measured() -> None:
-    plan = a_plan(replace(ASKED, batch=(2,), beams=(1,), target=3))
+def test_rows_combine_the_measurements_of_all_rounds() -> None:
+    plan = a_plan(replace(REQUEST, batch=(2,), beams=(1,), target=3))
     times = {"encode": 0.001, "steps": [0.004, 0.002, 0.003], "end_to_end": 0.010}
     slow = {"encode": 0.003, "steps": [0.006, 0.004, 0.001], "end_to_end": 0.020}
     turns = [
@@ -445,9 +445,9 @@ def test_rows_put_together_what_the_rounds_measured() -> None:
             "bandwidth": speed,
             "fidelity": {"same": same, "tokens": 9, "share": same / 9},
             "certified_share": 0.99,
-            "settings": [{"peak_bytes": peak, "tokens": 6, "times": [one]}],
+            "settings": [{"peak_bytes": peak, "tokens": 6, "times": [decode]}],
         }
-        for load, speed, same, peak, one in ((0.1, 1e9, 9, 70, times), (0.3, 2e9, 8, 60, slow))
+        for load, speed, same, peak, decode in ((0.1, 1e9, 9, 70, times), (0.3, 2e9, 8, 60, slow))
     ]
     [row] = rows_of(plan, 1, turns)
     assert row["phases"]["load"]["p50_ms"] == pytest.approx(200)
@@ -464,13 +464,13 @@ def test_rows_put_together_what_the_rounds_measured() -> None:
 
 def test_percentiles_are_between_the_samples() -> None:
     expected = {"n": 101, "min_ms": 0.0, "p50_ms": 50.0, "p95_ms": 95.0, "p99_ms": 99.0}
-    assert summary(np.arange(101.0)) == pytest.approx(expected)
+    assert percentile_summary(np.arange(101.0)) == pytest.approx(expected)
 
 
 def test_eos_ends_nothing_while_a_decode_is_timed() -> None:
     engine = ScriptedEngine({5: [7, 2, 2], 6: [2, 3, 4]})
-    times, said = timed_decode(Endless(engine), [np.array([5]), np.array([6])], DecodeOptions(max_new_tokens=3))
-    assert said == [(7, 2, 2), (2, 3, 4)]
+    times, tokens = timed_decode(Endless(engine), [np.array([5]), np.array([6])], DecodeOptions(max_new_tokens=3))
+    assert tokens == [(7, 2, 2), (2, 3, 4)]
     assert len(times.steps) == 3
     assert engine.released == 1
     assert times.end_to_end >= times.encode + sum(times.steps)
@@ -486,7 +486,7 @@ def test_a_small_batch_is_the_beginning_of_a_large_one_without_special_tokens() 
 def test_a_step_reads_the_weights_of_the_decoder_but_not_what_it_looks_up(preset: str) -> None:
     path = bundle_of(preset).file(DECODER)
     graphs = list(graphs_of(onnx.load(path, load_external_data=False).graph))
-    tensors = {one.name: one for graph in graphs for one in graph.initializer}
+    tensors = {tensor.name: tensor for graph in graphs for tensor in graph.initializer}
     used = {
         name
         for graph in graphs
@@ -502,7 +502,7 @@ def test_a_step_reads_the_weights_of_the_decoder_but_not_what_it_looks_up(preset
 
 
 @pytest.mark.parametrize("damage", [b"\x3a\x7f", b"\x3f", b"\x3a"])
-def test_a_graph_that_is_none_is_an_error_of_the_bundle(tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_graph_is_an_error_of_the_bundle(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / DECODER).write_bytes(damage)
     with pytest.raises(BundleError, match=r"cannot read .*decoder\.onnx"):
         bytes_a_step_reads(tmp_path / DECODER)
@@ -514,11 +514,11 @@ def test_bandwidth_and_memory_are_numbers_of_this_process() -> None:
     assert most is None or most > 10e6
 
 
-def test_a_share_that_is_not_whole_never_looks_whole() -> None:
+def test_a_share_below_one_never_looks_like_100_percent() -> None:
     assert [percent(share) for share in (1, 0.99999, 0.5)] == ["100 %", "99.99 %", "50.00 %"]
 
 
-def test_scales_have_few_plain_numbers() -> None:
+def test_scales_have_a_few_round_numbers() -> None:
     assert Scale(0.4, 30, 0, 100, log=True).ticks() == pytest.approx([0.5, 1, 2, 5, 10, 20])
     assert Scale(0, 47, 0, 100).ticks() == [0, 10, 20, 30, 40]
     assert Scale(99, 100, 0, 100).ticks() == pytest.approx([99, 99.2, 99.4, 99.6, 99.8, 100])

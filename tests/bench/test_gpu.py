@@ -1,4 +1,4 @@
-"""``fatdeploy bench`` on GPU targets, on a device that counts: facts are read or absent, and the check comes first."""
+"""``fatdeploy bench`` for GPU targets on a counting device: facts are read or absent, and the check comes first."""
 
 import os
 from dataclasses import replace
@@ -33,7 +33,7 @@ FACTS = Gpus("NVIDIA RTX A2000", "12.8", records_from_csv(LINE), None)
 
 
 class Ticking:
-    """A device's clock on which every step takes twice as long as the one before."""
+    """A device clock on which every step takes twice as long as the last."""
 
     def __init__(self) -> None:
         self.marks = 0
@@ -65,7 +65,7 @@ def script(folder: Path, body: str) -> str:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return the report of a bundle for CUDA that was measured on the counting device."""
+    """Return the report of a CUDA bundle measured on the counting device."""
     [plan] = plans_for({"half": half()}, OPTIONS)
     monkeypatch.setattr(bench_turn, "opened_engine", lambda bundle, **options: on_device(bundle))
     monkeypatch.setattr(bench_turn, "gpus_here", lambda: FACTS)
@@ -74,7 +74,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return report_of([plan], {(0, 1): turns}, OPTIONS)
 
 
-def test_rows_of_a_gpu_say_device_driver_clocks_and_power_limit_beside_fidelity(measured: dict[str, Any]) -> None:
+def test_rows_of_a_gpu_have_device_driver_clocks_power_limit_and_fidelity(measured: dict[str, Any]) -> None:
     assert [(row["batch"], row["threads"]) for row in measured["rows"]] == [(1, 1), (2, 1)]
     for row in measured["rows"]:
         device = row["device"]
@@ -87,14 +87,14 @@ def test_rows_of_a_gpu_say_device_driver_clocks_and_power_limit_beside_fidelity(
         [clocks] = device["clocks"]
         assert (clocks["driver"], clocks["sm_clock_mhz"], clocks["power_limit_w"]) == ("550.54.15", 1200, 70)
         assert row["fidelity"]["share"] > 0.98
-        # The host's memory has nothing to do with how soon a device can read its weights.
+        # The host's memory says nothing about how fast a device reads its weights.
         assert row["floor"] is None
     assert "NVIDIA RTX A2000 (driver 550.54.15, 1200 MHz, 70 W limit)" in "\n".join(report_lines(measured))
     assert "per token, device" in "\n".join(report_lines(measured))
     assert "</html>" in html_from_report(measured)
 
 
-def test_times_of_the_device_s_clock_stand_beside_those_of_the_host(measured: dict[str, Any]) -> None:
+def test_times_by_the_device_clock_are_next_to_those_of_the_host(measured: dict[str, Any]) -> None:
     for row in measured["rows"]:
         phases = row["phases"]
         # Four steps of 1, 2, 4 and 8 ms, in two decodes.
@@ -103,16 +103,16 @@ def test_times_of_the_device_s_clock_stand_beside_those_of_the_host(measured: di
         assert phases["per_token"]["n"] == 6
 
 
-def test_without_a_clock_of_the_device_there_are_no_such_times() -> None:
+def test_an_engine_without_a_device_clock_has_no_stopwatch() -> None:
     engine = on_device(half())
     assert stopwatch_of(engine) is None
     assert isinstance(stopwatch_of(ClockedEngine(half())), Ticking)
 
 
-def test_threads_are_no_axis_of_a_gpu_and_recorded_steps_are_where_an_engine_has_them() -> None:
+def test_gpu_targets_have_one_number_of_threads_and_tensorrt_is_measured_with_and_without_recorded_steps() -> None:
     bundles = {name: targeted(name) for name in ("ort-cpu", "ort-cuda", "tensorrt")}
     plans = plans_for(bundles, replace(OPTIONS, threads=(1, 2)))
-    assert [(plan.label, plan.asked.threads, plan.cuda_graphs) for plan in plans] == [
+    assert [(plan.label, plan.request.threads, plan.cuda_graphs) for plan in plans] == [
         ("ort-cpu", (1, 2), True),
         ("ort-cuda", (1,), True),
         ("tensorrt, steps recorded", (1,), True),
@@ -133,25 +133,25 @@ def test_threads_are_no_axis_of_a_gpu_and_recorded_steps_are_where_an_engine_has
         ("tensorrt-rtx", {"cuda_graphs": False}),
     ],
 )
-def test_each_target_s_engine_is_opened_with_what_it_knows(
+def test_the_engine_of_each_target_is_opened_with_its_own_options(
     target: Target, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(bench_turn, "opened_engine", lambda bundle, **options: asked.append(options))
+    keywords: list[dict[str, Any]] = []
+    monkeypatch.setattr(bench_turn, "opened_engine", lambda bundle, **options: keywords.append(options))
     turn = replace(turn_of(targeted(target)), cuda_graphs=False)
     opened_for(turn, targeted(target))
-    assert asked == [expected]
+    assert keywords == [expected]
 
 
 def turn_of(bundle: Bundle) -> Turn:
-    return plans_for({"one": bundle}, OPTIONS)[0].turn(1, 0)
+    return plans_for({"bundle": bundle}, OPTIONS)[0].turn(1, 0)
 
 
-def test_no_time_is_taken_of_fp32_that_says_another_token_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp32_that_returns_another_token_on_the_device_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_turn, "opened_engine", lambda bundle, **options: on_device(bundle))
     monkeypatch.setattr(bench_turn, "token_fidelity", lambda engine, probes: Fidelity(832, 831))
     monkeypatch.setattr(bench_turn, "_timed_again", lambda *arguments: pytest.fail("it was timed"))
-    with pytest.raises(ParityFailed, match="says 831 of the reference's 832 tokens"):
+    with pytest.raises(ParityFailed, match="returns 831 of the reference's 832 tokens"):
         measure_turn(turn_of(bundle_of("transformer-tiny")))
 
 
@@ -160,15 +160,15 @@ def test_a_bundle_for_cuda_is_not_measured_on_a_cpu() -> None:
         measure_turn(turn_of(half()))
 
 
-def test_the_driver_s_tool_is_asked_and_what_a_gpu_does_not_tell_is_none(tmp_path: Path) -> None:
-    told = 'case "$1" in --query-gpu=name,uuid,driver_version,*) ;; *) exit 9;; esac\n'
-    told += "echo 'Orin, GPU-2, 540.4.0, 1300, [N/A], [Not Supported], [N/A], [N/A], 44, [N/A]'"
+def test_clocks_come_from_the_driver_s_tool_and_missing_values_are_none(tmp_path: Path) -> None:
+    body = 'case "$1" in --query-gpu=name,uuid,driver_version,*) ;; *) exit 9;; esac\n'
+    body += "echo 'Orin, GPU-2, 540.4.0, 1300, [N/A], [Not Supported], [N/A], [N/A], 44, [N/A]'"
     cuda = Cuda("12.6", (CudaDevice(0, "Orin", (8, 7), 1),))
-    found = gpus_here(cuda, script(tmp_path, told))
-    assert (found.name, found.cuda, found.absent) == ("Orin", "12.6", None)
-    assert found.clocks is not None
-    assert [list(one) for one in found.clocks] == [[*ASKED]]
-    assert found.clocks[0] == {
+    gpus = gpus_here(cuda, script(tmp_path, body))
+    assert (gpus.name, gpus.cuda, gpus.absent) == ("Orin", "12.6", None)
+    assert gpus.clocks is not None
+    assert [list(record) for record in gpus.clocks] == [[*ASKED]]
+    assert gpus.clocks[0] == {
         **dict.fromkeys(ASKED),
         "name": "Orin",
         "uuid": "GPU-2",
@@ -176,7 +176,7 @@ def test_the_driver_s_tool_is_asked_and_what_a_gpu_does_not_tell_is_none(tmp_pat
         "sm_clock_mhz": 1300,
         "temperature_c": 44,
     }
-    line = device_line({"device": found.as_dict()})
+    line = device_line({"device": gpus.as_dict()})
     assert line == "Orin (driver 540.4.0, 1300 MHz, W limit unknown)"
 
 
@@ -189,15 +189,15 @@ def test_the_driver_s_tool_is_asked_and_what_a_gpu_does_not_tell_is_none(tmp_pat
 )
 def test_a_tool_that_is_absent_or_fails_is_recorded_as_absent(tmp_path: Path, body: str | None, reason: str) -> None:
     tool = "nvidia-smi-absent" if body is None else script(tmp_path, body)
-    found = gpus_here(Cuda(reason="no CUDA driver"), tool)
-    assert (found.name, found.clocks) == (None, None)
-    assert found.absent is not None
-    assert found.absent.endswith(reason)
-    assert device_line({"device": found.as_dict()}).startswith("a GPU of unknown name (")
+    gpus = gpus_here(Cuda(reason="no CUDA driver"), tool)
+    assert (gpus.name, gpus.clocks) == (None, None)
+    assert gpus.absent is not None
+    assert gpus.absent.endswith(reason)
+    assert device_line({"device": gpus.as_dict()}).startswith("a GPU of unknown name (")
 
 
-def test_several_gpus_are_told_apart_by_their_names() -> None:
+def test_several_gpus_are_distinguished_by_their_names() -> None:
     lines = LINE + LINE.replace("RTX A2000", "T4").replace("1200", "585")
-    found = Gpus("NVIDIA T4", "12.8", records_from_csv(lines), None)
-    assert device_line({"device": found.as_dict()}) == "NVIDIA T4 (driver 550.54.15, 585 MHz, 70 W limit)"
-    assert os.linesep not in device_line({"device": found.as_dict()})
+    gpus = Gpus("NVIDIA T4", "12.8", records_from_csv(lines), None)
+    assert device_line({"device": gpus.as_dict()}) == "NVIDIA T4 (driver 550.54.15, 585 MHz, 70 W limit)"
+    assert os.linesep not in device_line({"device": gpus.as_dict()})

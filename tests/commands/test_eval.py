@@ -1,4 +1,4 @@
-"""``fatdeploy eval``: an exported bundle against pairs whose right answers are known."""
+"""``fatdeploy eval``: an exported bundle on pairs with known scores."""
 
 import json
 import os
@@ -32,15 +32,15 @@ def text_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return bundle_with_text(tmp_path_factory.mktemp("text") / "bundle")
 
 
-def said(sources: list[list[int]], **options: Any) -> list[list[int]]:
-    """Return what the reference says, which the bundle must say too."""
-    found = decode(EagerEngine(model_of(TINY)), sources, DecodeOptions(max_new_tokens=STEPS, **options))
-    return [list(one.tokens) for one in found]
+def reference_tokens(sources: list[list[int]], **options: Any) -> list[list[int]]:
+    """Return the tokens of the reference, which the bundle must return too."""
+    results = decode(EagerEngine(model_of(TINY)), sources, DecodeOptions(max_new_tokens=STEPS, **options))
+    return [list(result.tokens) for result in results]
 
 
-def said_of_texts(**options: Any) -> list[str]:
+def reference_texts(**options: Any) -> list[str]:
     """Return the reference's words for the sources with the EOS that the tokenizer adds."""
-    return [words(row) for row in said([[*row, 2] for row in SOURCES], **options)]
+    return [words(row) for row in reference_tokens([[*row, 2] for row in SOURCES], **options)]
 
 
 def file_of(folder: Path, lines: list[str]) -> Path:
@@ -65,7 +65,7 @@ def ids(row: list[int]) -> str:
 
 def known_pairs(folder: Path) -> Path:
     """Write four sources: right, right by the second reference, with one symbol replaced, with one added."""
-    right = said_of_texts()
+    right = reference_texts()
     assert all(len(text.split()) == STEPS for text in right)
     texts = [words(row) for row in SOURCES]
     replaced = " ".join([*right[2].split()[:-1], "other"])
@@ -75,28 +75,28 @@ def known_pairs(folder: Path) -> Path:
 
 
 def test_error_rates_of_known_pairs_are_those_worked_out_by_hand(text_bundle: Bundle, tmp_path: Path) -> None:
-    found = report(evaluate(text_bundle, known_pairs(tmp_path), "--json"))
+    values = report(evaluate(text_bundle, known_pairs(tmp_path), "--json"))
     # Edits 0, 0, 1, 1 of 6, 6, 6, 5 symbols.
-    assert found["metrics"]["token_error_rate"] == 100 * 2 / 23
-    assert found["metrics"]["sequence_error_rate"] == 50.0
-    assert found["metrics"]["exact_match"] == 50.0
-    assert found["details"]["token_error_rate"] == "2 edits of 23 symbols"
-    # A line that stands there twice is one reference.
-    assert (found["sources"], found["references"], found["tokens"]) == (4, 5, 24)
-    assert found["finish"] == {"length": 4}
-    assert found["sources_per_s"] == pytest.approx(4 / found["seconds"])
-    assert found["tokens_per_s"] == pytest.approx(24 / found["seconds"])
+    assert values["metrics"]["token_error_rate"] == 100 * 2 / 23
+    assert values["metrics"]["sequence_error_rate"] == 50.0
+    assert values["metrics"]["exact_match"] == 50.0
+    assert values["details"]["token_error_rate"] == "2 edits of 23 symbols"
+    # A repeated line is one reference.
+    assert (values["sources"], values["references"], values["tokens"]) == (4, 5, 24)
+    assert values["finish"] == {"length": 4}
+    assert values["sources_per_s"] == pytest.approx(4 / values["seconds"])
+    assert values["tokens_per_s"] == pytest.approx(24 / values["seconds"])
 
 
-def test_bleu_and_chrf_are_those_of_what_the_reference_says(text_bundle: Bundle, tmp_path: Path) -> None:
+def test_bleu_and_chrf_are_those_of_the_reference(text_bundle: Bundle, tmp_path: Path) -> None:
     path = known_pairs(tmp_path)
-    found = report(evaluate(text_bundle, path, "--json"))
+    values = report(evaluate(text_bundle, path, "--json"))
     references = [list(example.references) for example in examples_from_pairs(read_pairs(path))]
     assert [len(row) for row in references] == [1, 2, 1, 1]
     # The examples come in the order in which their sources first stand in the file: as they are numbered.
     for name, metric in {"bleu": bleu, "chrf": chrf}.items():
-        expected = metric(said_of_texts(), references)
-        assert (found["metrics"][name], found["details"][name]) == expected
+        expected = metric(reference_texts(), references)
+        assert (values["metrics"][name], values["details"][name]) == expected
         assert 50 < expected.value < 100
 
 
@@ -122,13 +122,11 @@ def test_people_see_two_digits_and_programs_all(text_bundle: Bundle, tmp_path: P
 
 
 @pytest.mark.parametrize("names", [["bleu"], ["chrf,exact_match"], ["exact_match, bleu", "bleu"]], ids=str)
-def test_only_the_metrics_that_are_asked_for_are_computed(
-    text_bundle: Bundle, tmp_path: Path, names: list[str]
-) -> None:
+def test_only_the_requested_metrics_are_computed(text_bundle: Bundle, tmp_path: Path, names: list[str]) -> None:
     options = [part for name in names for part in ("--metric", name)]
-    found = report(evaluate(text_bundle, known_pairs(tmp_path), "--json", *options))
+    values = report(evaluate(text_bundle, known_pairs(tmp_path), "--json", *options))
     expected = {"exact_match, bleu": ["exact_match", "bleu"]}.get(names[0], names[0].split(","))
-    assert list(found["metrics"]) == expected
+    assert list(values["metrics"]) == expected
 
 
 def test_an_unknown_metric_is_a_usage_error_that_names_all(text_bundle: Bundle, tmp_path: Path) -> None:
@@ -139,12 +137,12 @@ def test_an_unknown_metric_is_a_usage_error_that_names_all(text_bundle: Bundle, 
 
 
 def test_beams_and_batches_reach_the_decoder(text_bundle: Bundle, tmp_path: Path) -> None:
-    greedy, beams = said_of_texts(), said_of_texts(num_beams=4)
+    greedy, beams = reference_texts(), reference_texts(num_beams=4)
     assert greedy != beams
     path = file_of(tmp_path, [f"{words(row)}\t{text}" for row, text in zip(SOURCES, beams, strict=True)])
     for batch in ("1", "60", "8192"):
-        found = report(evaluate(text_bundle, path, "--json", "--beams", "4", "--batch-tokens", batch))
-        assert (found["metrics"]["exact_match"], found["beams"]) == (100.0, 4)
+        values = report(evaluate(text_bundle, path, "--json", "--beams", "4", "--batch-tokens", batch))
+        assert (values["metrics"]["exact_match"], values["beams"]) == (100.0, 4)
     assert report(evaluate(text_bundle, path, "--json"))["metrics"]["exact_match"] < 100
 
 
@@ -156,11 +154,11 @@ def test_the_length_penalty_reaches_the_decoder(text_bundle: Bundle, tmp_path: P
 
 
 def test_what_is_ignored_is_removed_from_targets_and_references(text_bundle: Bundle, tmp_path: Path) -> None:
-    right = said_of_texts()
+    right = reference_texts()
     # Digits apart, every word is a w: what remains to be wrong is how many there are.
     path = file_of(tmp_path, [f"{words(SOURCES[0])}\tw1 w2 w3 w4 w5", f"{words(SOURCES[1])}\t{right[1]}"])
-    found = report(evaluate(text_bundle, path, "--json", "--ignore", "[0-9]"))
-    assert (found["metrics"]["token_error_rate"], found["ignore"]) == (100 / 11, "[0-9]")
+    values = report(evaluate(text_bundle, path, "--json", "--ignore", "[0-9]"))
+    assert (values["metrics"]["token_error_rate"], values["ignore"]) == (100 / 11, "[0-9]")
     assert report(evaluate(text_bundle, path, "--json"))["metrics"]["token_error_rate"] > 100 / 11
     result = evaluate(text_bundle, path, "--ignore", ".*", "--metric", "token_error_rate")
     assert (result.exit_code, result.stdout) == (1, "")
@@ -175,9 +173,9 @@ def test_an_invalid_regular_expression_is_a_usage_error(text_bundle: Bundle, tmp
 
 
 def test_a_limit_takes_the_first_sources_with_all_their_references(text_bundle: Bundle, tmp_path: Path) -> None:
-    found = report(evaluate(text_bundle, known_pairs(tmp_path), "--json", "--limit", "2"))
+    values = report(evaluate(text_bundle, known_pairs(tmp_path), "--json", "--limit", "2"))
     # The second source's right reference stands below the third source.
-    assert (found["sources"], found["references"], found["metrics"]["exact_match"]) == (2, 3, 100.0)
+    assert (values["sources"], values["references"], values["metrics"]["exact_match"]) == (2, 3, 100.0)
 
 
 def test_sources_keep_their_first_line_and_references_their_order() -> None:
@@ -187,13 +185,11 @@ def test_sources_keep_their_first_line_and_references_their_order() -> None:
     assert by_ids == [EvaluationSource([7, 8], ("9",), 1)]
 
 
-def test_what_the_model_said_is_written_as_pairs_in_the_order_of_the_sources(
-    text_bundle: Bundle, tmp_path: Path
-) -> None:
-    output = tmp_path / "said.tsv"
+def test_targets_are_written_as_pairs_in_the_order_of_the_sources(text_bundle: Bundle, tmp_path: Path) -> None:
+    output = tmp_path / "targets.tsv"
     result = evaluate(text_bundle, known_pairs(tmp_path), "--output", str(output))
     assert result.exit_code == 0
-    expected = [Pair(words(row), text) for row, text in zip(SOURCES, said_of_texts(), strict=True)]
+    expected = [Pair(words(row), text) for row, text in zip(SOURCES, reference_texts(), strict=True)]
     assert read_pairs(output) == expected
 
 
@@ -203,7 +199,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_decoded(
     path = known_pairs(tmp_path)
     before = path.read_bytes()
     for output, code, reason in (
-        (tmp_path / "none" / "said.tsv", 1, "there is no folder "),
+        (tmp_path / "none" / "targets.tsv", 1, "there is no folder "),
         (path, 1, "is the file of pairs itself: choose another"),
         (tmp_path, 2, "is a directory"),
     ):
@@ -221,15 +217,13 @@ def test_a_full_disk_loses_no_figure(text_bundle: Bundle, tmp_path: Path) -> Non
     assert result.stderr == "Error: cannot write --output /dev/full: No space left on device\n"
 
 
-def test_bad_lines_are_all_told_and_nothing_is_decoded(text_bundle: Bundle, tmp_path: Path) -> None:
+def test_all_bad_lines_are_reported_and_nothing_is_decoded(text_bundle: Bundle, tmp_path: Path) -> None:
     result = evaluate(text_bundle, file_of(tmp_path, ["w5", "w5\tw6", "w5\tw6\tw7", ""]))
     assert (result.exit_code, result.stdout) == (1, "")
     assert "has no TAB at line 1; has 2 TABs at line 3; is blank at line 4; a line is a source" in result.stderr
 
 
-def test_sources_that_are_too_long_are_all_told_and_cut_when_that_is_asked_for(
-    text_bundle: Bundle, tmp_path: Path
-) -> None:
+def test_all_sources_that_are_too_long_are_reported_or_cut_with_truncate(text_bundle: Bundle, tmp_path: Path) -> None:
     long = words([9] * 300)
     path = file_of(tmp_path, ["w5\tw6", f"{long}\tw6", f"{long}\tw7", f"w8 {long}\tw7"])
     refused = evaluate(text_bundle, path)
@@ -243,14 +237,14 @@ def test_sources_that_are_too_long_are_all_told_and_cut_when_that_is_asked_for(
 
 
 def test_ids_are_compared_as_ids_without_a_tokenizer(tmp_path: Path) -> None:
-    right = said(SOURCES)
+    right = reference_tokens(SOURCES)
     wrong = [*right[1][:-1], (right[1][-1] + 1) % 60 + 3]
     rows = [(SOURCES[0], right[0]), (SOURCES[1], wrong), (SOURCES[2], right[2])]
     path = file_of(tmp_path, [f"{ids(source)}\t {ids(target).replace(' ', '  ')}" for source, target in rows])
-    output = tmp_path / "said.tsv"
-    found = report(evaluate(bundle_of(TINY), path, "--ids", "--json", "--output", str(output)))
+    output = tmp_path / "targets.tsv"
+    values = report(evaluate(bundle_of(TINY), path, "--ids", "--json", "--output", str(output)))
     n = sum(map(len, right[:3]))
-    assert found["metrics"] == {
+    assert values["metrics"] == {
         "token_error_rate": 100 / n,
         "sequence_error_rate": 100 / 3,
         "exact_match": 200 / 3,
@@ -259,12 +253,12 @@ def test_ids_are_compared_as_ids_without_a_tokenizer(tmp_path: Path) -> None:
 
 
 def test_ids_of_a_bundle_with_a_tokenizer_are_ids_all_the_same(text_bundle: Bundle, tmp_path: Path) -> None:
-    [right] = said([SOURCES[0]])
+    [right] = reference_tokens([SOURCES[0]])
     path = file_of(tmp_path, [f"{ids(SOURCES[0])}\t{ids(right)}"])
     assert report(evaluate(text_bundle, path, "--ids", "--json"))["metrics"]["exact_match"] == 100.0
 
 
-def test_lines_that_are_no_ids_of_the_model_are_all_told(tmp_path: Path) -> None:
+def test_all_lines_that_are_not_ids_of_the_model_are_reported(tmp_path: Path) -> None:
     path = file_of(tmp_path, ["5 6\t7", "5 x\t7", "5\ty", "5\t64", "5\t7 2", "99\t7"])
     result = evaluate(bundle_of(TINY), path, "--ids")
     assert (result.exit_code, result.stdout) == (1, "")
@@ -307,7 +301,7 @@ main(sys.argv[1:])
 """
 
 
-def test_without_sacrebleu_its_metrics_are_left_out_with_a_word_and_refused_where_they_are_named(
+def test_without_sacrebleu_its_metrics_are_left_out_with_a_warning_and_refused_if_named(
     text_bundle: Bundle, tmp_path: Path
 ) -> None:
     path = known_pairs(tmp_path)
@@ -321,11 +315,13 @@ def test_without_sacrebleu_its_metrics_are_left_out_with_a_word_and_refused_wher
     assert (refused.returncode, refused.stdout) == (1, "")
     assert refused.stderr.startswith("Error: bleu and chrf need sacrebleu (")
     assert "pip install 'fatdeploy[eval]'" in refused.stderr
-    found = run("--json")
-    assert list(json.loads(found.stdout)["metrics"]) == ["token_error_rate", "sequence_error_rate", "exact_match"]
-    assert found.stderr == "WARNING bleu and chrf left out, sacrebleu is not installed: pip install 'fatdeploy[eval]'\n"
-    found = run("--metric", "exact_match", "--json")
-    assert (json.loads(found.stdout)["metrics"], found.stderr) == ({"exact_match": 50.0}, "")
+    result = run("--json")
+    assert list(json.loads(result.stdout)["metrics"]) == ["token_error_rate", "sequence_error_rate", "exact_match"]
+    assert (
+        result.stderr == "WARNING bleu and chrf left out, sacrebleu is not installed: pip install 'fatdeploy[eval]'\n"
+    )
+    result = run("--metric", "exact_match", "--json")
+    assert (json.loads(result.stdout)["metrics"], result.stderr) == ({"exact_match": 50.0}, "")
 
 
 def test_engine_options_reach_the_engine(text_bundle: Bundle, tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ def text_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return bundle_with_text(tmp_path_factory.mktemp("text") / "bundle")
 
 
-def run(bundle: Bundle, *arguments: str, given: str | bytes | None = None) -> Result:
-    return CliRunner().invoke(main, ["run", str(bundle.path), "--max-new-tokens", "12", *arguments], input=given)
+def run(bundle: Bundle, *arguments: str, stdin: str | bytes | None = None) -> Result:
+    return CliRunner().invoke(main, ["run", str(bundle.path), "--max-new-tokens", "12", *arguments], input=stdin)
 
 
 def lines(sources: list[list[int]]) -> list[str]:
@@ -36,11 +36,11 @@ def lines(sources: list[list[int]]) -> list[str]:
 
 
 def expected_tokens(sources: list[list[int]]) -> list[list[int]]:
-    found = decode(EagerEngine(model_of(TINY)), sources, DecodeOptions(max_new_tokens=12))
-    return [list(one.tokens) for one in found]
+    results = decode(EagerEngine(model_of(TINY)), sources, DecodeOptions(max_new_tokens=12))
+    return [list(result.tokens) for result in results]
 
 
-def test_ids_of_the_command_line_give_a_line_each() -> None:
+def test_ids_on_the_command_line_give_one_line_each() -> None:
     result = run(bundle_of(TINY), "--ids", *lines(SOURCES))
     assert result.stdout.splitlines() == lines(expected_tokens(SOURCES))
     assert (result.exit_code, result.stderr) == (0, "")
@@ -48,8 +48,8 @@ def test_ids_of_the_command_line_give_a_line_each() -> None:
 
 @pytest.mark.parametrize("size", ["1", "2", "5", "8"])
 def test_lines_of_standard_input_keep_their_order_in_batches_of_any_size(size: str) -> None:
-    given = "\n".join(lines(SOURCES))
-    result = run(bundle_of(TINY), "--ids", "--batch-size", size, given=given)
+    stdin = "\n".join(lines(SOURCES))
+    result = run(bundle_of(TINY), "--ids", "--batch-size", size, stdin=stdin)
     assert result.stdout.splitlines() == lines(expected_tokens(SOURCES))
 
 
@@ -57,7 +57,7 @@ def test_text_goes_in_and_comes_out_whatever_ends_its_lines(text_bundle: Bundle)
     expected = [words(row) for row in expected_tokens([[*row, 2] for row in SOURCES])]
     texts = [words(row) for row in SOURCES]
     assert run(text_bundle, *texts).stdout.splitlines() == expected
-    assert run(text_bundle, given="\r\n".join(texts) + "\r\n").stdout.splitlines() == expected
+    assert run(text_bundle, stdin="\r\n".join(texts) + "\r\n").stdout.splitlines() == expected
 
 
 def test_json_has_source_tokens_text_finish_and_what_was_dropped(text_bundle: Bundle) -> None:
@@ -68,7 +68,7 @@ def test_json_has_source_tokens_text_finish_and_what_was_dropped(text_bundle: Bu
     assert json.loads(by_ids) == {"source": [9, 30, 12, 2], **values}
 
 
-def test_a_source_that_is_too_long_is_an_error_and_is_cut_when_that_is_asked_for() -> None:
+def test_a_source_that_is_too_long_is_an_error_or_cut_with_truncate() -> None:
     long = lines([SOURCES[2] * 70])
     refused = run(bundle_of(TINY), "--ids", *long)
     assert (refused.exit_code, refused.stdout) == (1, "")
@@ -92,7 +92,7 @@ def test_a_source_that_is_too_long_is_an_error_and_is_cut_when_that_is_asked_for
     ],
 )
 def test_a_line_that_cannot_be_read_is_named_by_its_number(line: bytes, reason: str) -> None:
-    result = run(bundle_of(TINY), "--ids", "--batch-size", "2", given=b"9 30 12\n40 41\n20\n" + line + b"\n5\n")
+    result = run(bundle_of(TINY), "--ids", "--batch-size", "2", stdin=b"9 30 12\n40 41\n20\n" + line + b"\n5\n")
     assert (result.exit_code, result.stderr) == (1, f"Error: line 4: {reason}\n")
     # What came before it in whole batches is there.
     assert result.stdout.splitlines() == lines(expected_tokens(SOURCES[:2]))
@@ -105,7 +105,7 @@ def test_text_for_a_bundle_without_a_tokenizer_asks_for_ids() -> None:
 
 
 def test_no_source_at_all_is_an_error() -> None:
-    result = run(bundle_of(TINY), "--ids", given="")
+    result = run(bundle_of(TINY), "--ids", stdin="")
     assert result.stderr == "Error: no source given: pass texts, or one per line on standard input\n"
     assert result.exit_code == 1
 

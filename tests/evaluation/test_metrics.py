@@ -120,7 +120,7 @@ def test_bleu_and_chrf_of_several_references_are_sacrebleus() -> None:
 
 
 def test_bleu_by_hand() -> None:
-    # Of 4 words 3 are right (1/1 smoothed no further): 2 of 3 pairs, 1 of 2 triples, and of one quadruple none, which
+    # Of 4 words 3 are right (no smoothing): 2 of 3 pairs, 1 of 2 triples, and of one quadruple none, which
     # sacrebleu's exponential smoothing counts as half of one. Lengths are equal: no brevity penalty.
     expected = 100 * (3 / 4 * 2 / 3 * 1 / 2 * 1 / 2) ** (1 / 4)
     assert bleu(["a b c x"], [["a b c d"]]).value == pytest.approx(expected, abs=1e-9)
@@ -134,9 +134,9 @@ def test_bleu_and_chrf_say_how_they_were_computed() -> None:
 
 def test_what_is_right_everywhere_has_full_marks() -> None:
     right = ["a b c d e", "one two three four"]
-    found = {name: metric(right, [[text] for text in right]).value for name, metric in METRICS.items()}
+    scores = {name: metric(right, [[text] for text in right]).value for name, metric in METRICS.items()}
     rates = {"token_error_rate": 0.0, "sequence_error_rate": 0.0}
-    assert found == pytest.approx({"bleu": 100.0, "chrf": 100.0, **rates, "exact_match": 100.0}, abs=1e-9)
+    assert scores == pytest.approx({"bleu": 100.0, "chrf": 100.0, **rates, "exact_match": 100.0}, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", METRICS)
