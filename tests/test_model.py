@@ -64,7 +64,7 @@ def test_characters_that_the_tokenizer_does_not_know_are_told_once_a_call(
         model.generate(["aéb", "Xé", "abc"], SHORT)
         list(model.stream("\n", SHORT))
         model.generate(["0123456789KL"], SHORT)
-    said = "characters that the tokenizer does not know are read as <unk>: "
+    said = "unknown characters are read as <unk>: "
     named = ["'é', 'X'", r"'\n'", "'0', '1', '2', '3', '4', '5', '6', '7', '8', '9' and 2 more"]
     assert caplog.messages == [said + names for names in named]
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
@@ -144,7 +144,7 @@ def test_a_damaged_tokenizer_is_an_error_of_the_bundle(tmp_path: Path) -> None:
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
     bundle = bundle_with_text(tmp_path / "bundle", size=65)
-    with pytest.raises(BundleError, match=r"tokenizer\.json has 65 tokens, the model 64: it is another model's"):
+    with pytest.raises(BundleError, match=r"tokenizer\.json has 65 tokens, the model 64: it belongs to another model"):
         fatdeploy.load(bundle.path)
 
 

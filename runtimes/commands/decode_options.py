@@ -162,6 +162,7 @@ def decode_options(command: Command) -> Command:
 def options_from_arguments(arguments: DecodeArguments, *, as_ids: bool, scores: bool) -> "DecodeOptions":
     """Return what was typed as DecodeOptions."""
     from fatdeploy.runtimes.decoding.options import DecodeOptions
+    from fatdeploy.runtimes.decoding.sources import ids_from_text
 
     given: dict[str, Any] = {**arguments}
     stop, prefix = arguments["stop"], arguments["prefix"]
@@ -175,15 +176,9 @@ def options_from_arguments(arguments: DecodeArguments, *, as_ids: bool, scores: 
     return DecodeOptions(**given, scores=scores)
 
 
-def ids_from_text(place: str, text: str) -> list[int]:
-    """Return the token ids that stand in a text."""
-    try:
-        return [int(word) for word in text.split()]
-    except ValueError as error:
-        raise ConfigError(f"{place}: expected token ids with blanks between them, found {text[:40]!r}") from error
-
-
 def _listed_ids(path: Path) -> list[int]:
+    from fatdeploy.runtimes.decoding.sources import ids_from_text
+
     try:
         return ids_from_text(f"--shortlist {path}", path.read_text())
     except (OSError, UnicodeDecodeError) as error:

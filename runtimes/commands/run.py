@@ -11,13 +11,8 @@ from typing import TYPE_CHECKING, TypeVar, Unpack, cast
 
 import click
 
-from fatdeploy.errors import ConfigError
-from fatdeploy.runtimes.commands.decode_options import (
-    DecodeArguments,
-    decode_options,
-    ids_from_text,
-    options_from_arguments,
-)
+from fatdeploy.errors import ConfigError, SpecMismatch
+from fatdeploy.runtimes.commands.decode_options import DecodeArguments, decode_options, options_from_arguments
 from fatdeploy.runtimes.commands.engine_options import EngineArguments, engine_options
 from fatdeploy.runtimes.commands.run_output import Given, Output
 
@@ -26,7 +21,7 @@ if TYPE_CHECKING:
     from click._termui_impl import ProgressBar
 
     from fatdeploy.runtimes.decoding.hypothesis import Finish, Hypothesis
-    from fatdeploy.runtimes.model import Model
+    from fatdeploy.runtimes.model import Model, ReadSource
 
 log = logging.getLogger("fatdeploy")
 
@@ -101,15 +96,13 @@ def run(
         sources = checked(model, given_sources(texts, as_ids), truncate)
         if stream:
             finishes = Counter(
-                output.write_stream(source, model.stream(source, options, truncate=truncate)) for source in sources
+                output.write_stream(source, model.stream(readable, options)) for source, readable in sources
             )
         else:
             # What is typed by hand is answered line by line.
             size = 1 if not texts and sys.stdin.isatty() else batch_size
             with progress_bar(len(texts)) as bar:
-                decoded = partial(
-                    model.generate, options=options, truncate=truncate, batch_tokens=batch_tokens, progress=bar.update
-                )
+                decoded = partial(model.generate, options=options, batch_tokens=batch_tokens, progress=bar.update)
                 finishes = Counter(write_batches(batches(sources, size), decoded, output))
     if finishes["cancelled"]:
         log.warning(
@@ -119,18 +112,22 @@ def run(
 
 
 def write_batches(
-    given: "Iterable[list[Given]]", decoded: "Callable[[list[Given]], list[Hypothesis]]", output: Output
+    given: "Iterable[list[tuple[Given, ReadSource]]]",
+    decoded: "Callable[[list[ReadSource]], list[Hypothesis]]",
+    output: Output,
 ) -> "Iterator[Finish]":
     """Write the results of each batch as soon as they are there; yield what ended each target."""
     numbers = count()
     for batch in given:
-        for source, found in zip(batch, decoded(batch), strict=True):
+        for (source, _), found in zip(batch, decoded([readable for _, readable in batch]), strict=True):
             click.echo("\n".join(output.lines(next(numbers), source, found)))
             yield from (one.finish for one in (found, *found.alternatives))
 
 
 def given_sources(texts: tuple[str, ...], as_ids: bool) -> Iterator[tuple[str, Given]]:
     """Yield where each source stands, and the source: text or token ids."""
+    from fatdeploy.runtimes.decoding.sources import ids_from_text
+
     empty = True
     found = numbered_texts(texts) if texts else numbered_lines(sys.stdin.buffer)
     for place, text in found:
@@ -154,13 +151,16 @@ def numbered_lines(stream: Iterable[bytes]) -> Iterator[tuple[str, str]]:
             raise ConfigError(f"line {number}: expected UTF-8, found byte {line[error.start]:#04x}") from error
 
 
-def checked(model: "Model", sources: Iterable[tuple[str, Given]], truncate: bool) -> Iterator[Given]:
-    """Yield sources that the model takes; the first that it does not is named by its place."""
+def checked(
+    model: "Model", sources: Iterable[tuple[str, Given]], truncate: bool
+) -> "Iterator[tuple[Given, ReadSource]]":
+    """Yield each source and what the model reads; an error names the place of the first that it cannot read."""
     for place, source in sources:
-        reason = model.refusal(source, truncate=truncate)
-        if reason:
-            raise ConfigError(f"{place}: {reason}")
-        yield source
+        try:
+            readable = model.read(source, truncate=truncate)
+        except SpecMismatch as error:
+            raise ConfigError(f"{place}: {error}") from error
+        yield source, readable
 
 
 def batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:

@@ -11,10 +11,10 @@ from time import perf_counter
 from fatdeploy.errors import ConfigError
 from fatdeploy.manifest import TOKENIZER
 from fatdeploy.pairs import Pair, error_of_lines
-from fatdeploy.runtimes.commands.decode_options import ids_from_text
 from fatdeploy.runtimes.commands.run_output import Given
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.decoding.sources import ids_from_text
 from fatdeploy.runtimes.evaluation.metrics import METRICS, Score
 from fatdeploy.runtimes.model import BATCH_TOKENS, Model
 from fatdeploy.spec import ModelSpec
