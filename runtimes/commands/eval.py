@@ -6,14 +6,16 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from fatdeploy.errors import BackendUnavailable, ConfigError
 from fatdeploy.pairs import read_pairs
+from fatdeploy.runtimes.commands.decode_options import decode_options
 from fatdeploy.runtimes.commands.engine_options import EngineArguments, engine_options
 from fatdeploy.runtimes.commands.run_output import Given
+from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.evaluation.metrics import METRICS, OF_TEXT, Score, need_sacrebleu
 from fatdeploy.tables import aligned
 
@@ -25,18 +27,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("fatdeploy")
-
-
-class EvalDecodeArguments(TypedDict):
-    """How to decode; the names are those of DecodeOptions."""
-
-    num_beams: int
-    length_penalty: float
-    max_new_tokens: int | None
-
-
-class EvalArguments(EvalDecodeArguments, EngineArguments):
-    """All options that only pass through the command."""
 
 
 def names_from_text(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> list[str]:
@@ -98,15 +88,7 @@ Examples:
 @click.option("--ids", "as_ids", is_flag=True, help="Both columns are token ids, targets without EOS; no bleu, chrf.")
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Take the first N sources only.")
 @click.option("--truncate", is_flag=True, help="Cut sources that are too long, instead of refusing them.")
-@click.option(
-    *("--beams", "--num-beams", "num_beams"),
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Beams of a beam search; 1 is greedy.",
-)
-@click.option("--length-penalty", type=float, default=1.0, show_default=True, help="Above 1 beams prefer long targets.")
-@click.option("--max-new-tokens", type=click.IntRange(1), help="Most tokens a target; the model's limit unless said.")
+@decode_options("num_beams", "length_penalty", "max_new_tokens")
 @click.option(
     "--batch-tokens",
     default=8192,
@@ -133,14 +115,13 @@ def eval(  # noqa: A001 - the name of the command
     batch_tokens: int,
     output: Path | None,
     as_json: bool,
-    **arguments: Unpack[EvalArguments],
+    **arguments: Any,
 ) -> None:
     """Measure a bundle on pairs: lines of source, TAB, target.
 
     A source that stands on several lines has several references, and any of them is right. Lines that are not a pair
     are all told at once, and nothing is decoded.
     """
-    from fatdeploy.runtimes.decoding.options import DecodeOptions
     from fatdeploy.runtimes.evaluation.evaluate import (
         check_examples,
         decoded,
@@ -152,8 +133,8 @@ def eval(  # noqa: A001 - the name of the command
 
     names = wanted(names, as_ids, ignored)
     check_output(output, pairs)
-    engine = cast("EngineArguments", {name: arguments.pop(name) for name in EngineArguments.__annotations__})  # type: ignore[misc]
-    options = DecodeOptions(**cast("EvalDecodeArguments", arguments))
+    engine = cast("EngineArguments", {name: arguments.pop(name) for name in EngineArguments.__annotations__})
+    options = DecodeOptions(**arguments)
     given = read_pairs(pairs)
     with load(bundle, **engine) as model:
         if as_ids:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
 from fatdeploy.errors import ConfigError, SpecMismatch
-from fatdeploy.runtimes.commands.decode_options import DecodeArguments, decode_options, options_from_arguments
+from fatdeploy.runtimes.commands.decode_options import decode_options, options_from_arguments
 from fatdeploy.runtimes.commands.engine_options import EngineArguments, engine_options
 from fatdeploy.runtimes.commands.run_output import Given, Output
 
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("fatdeploy")
 
 Item = TypeVar("Item")
-
-
-class RunArguments(DecodeArguments, EngineArguments):
-    """All options that only pass through the command."""
 
 
 @click.command(
@@ -63,7 +59,7 @@ Examples:
     "--alignments", is_flag=True, help="Write what each token looks at; of bundles exported with --attention."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object a line.")
-@decode_options
+@decode_options()
 @engine_options
 def run(
     bundle: Path,
@@ -76,7 +72,7 @@ def run(
     scores: bool,
     alignments: bool,
     as_json: bool,
-    **arguments: Unpack[RunArguments],
+    **arguments: Any,
 ) -> None:
     """Decode texts, or lines of standard input.
 
@@ -87,7 +83,7 @@ def run(
 
     if stream and (scores or alignments) and not as_json:
         raise click.UsageError("--stream writes targets alone: --scores and --alignments go with it only in --json")
-    engine = cast("EngineArguments", {name: arguments.pop(name) for name in EngineArguments.__annotations__})  # type: ignore[misc]
+    engine = cast("EngineArguments", {name: arguments.pop(name) for name in EngineArguments.__annotations__})
     options = options_from_arguments(arguments, as_ids=as_ids, scores=scores)
     output = Output(as_json, options.num_return_sequences > 1, scores, alignments)
     with load(bundle, **engine) as model:
