@@ -250,7 +250,7 @@ class BeamSearch:
         scores = self.scorer.log_probs(self.scorer.logits(out))
         if self._tokens is not None:
             # As in transformers, processors change log-probabilities here, and nothing normalises them again.
-            scores = self.scorer.controlled(scores, self._tokens[: len(scores), : self._place])
+            scores = self.scorer.processed(scores, self._tokens[: len(scores), : self._place])
         log_probs, columns = self._chooser.best(scores)
         return log_probs, columns if self.scorer.ids is None else self.scorer.ids[columns]
 

@@ -69,7 +69,7 @@ class RowSearch:
     def _scores(self, out: StepOut) -> Floats:
         scores = self.scorer.logits(out)
         if self.scorer.processors:
-            scores = self.scorer.controlled(scores, self._history())
+            scores = self.scorer.processed(scores, self._history())
         repeated = self.length == 0 and self.rows_per_source > 1
         return np.repeat(scores, self.rows_per_source, 0) if repeated else scores
 

@@ -404,7 +404,7 @@ WAYS = [{}, {"num_beams": 2}, {"sample": True}, {"sample": True, "top_k": 3, "nu
 def test_controls_that_forbid_everything_are_an_error(way: dict) -> None:
     options = DecodeOptions(suppress_tokens=range(24), **way)
     engine = TableEngine()
-    with pytest.raises(ConfigError, match="leave no token to say after 0"):
+    with pytest.raises(ConfigError, match="forbid every token after 0"):
         decode(engine, [[5]], options)
     assert engine.held == 0
 
