@@ -22,16 +22,16 @@ _MOST_REASONS = 20
 # ValueError: a NUL in the path. RuntimeError: links in a circle, before Python 3.13.
 _UNREADABLE = (OSError, ValueError, RuntimeError)
 _EXPORT = "fatdeploy export SOURCE --out"
-# For what may not be a bundle at all: nobody should be told to replace his own folder by force.
+# For a folder that may not be a bundle at all: the advice must not be to overwrite it.
 _WRITE_ONE = f"a bundle is a folder with a {MANIFEST}; write one: {_EXPORT} DIR"
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A folder whose files are what its manifest says.
+    """A folder whose files match its manifest.
 
-    Two exports of the same input with the same versions have the same ``digest``: it covers everything but the
-    certificate, which says where and when it was made.
+    Two exports of the same input with the same versions have the same ``digest``: it covers everything except the
+    certificate, which depends on the machine.
     """
 
     path: Path
@@ -49,7 +49,7 @@ class Bundle:
         return sum(record.size for record in self.manifest.files.values())
 
     def file(self, name: str) -> Path:
-        """Return the path of a listed file; no other file of the folder was checked, so no other is given."""
+        """Return the path of a listed file; other files of the folder were not checked and are refused."""
         if name not in self.manifest.files:
             listed = ", ".join(sorted(self.manifest.files))
             raise BundleError(f"{self.path}: its {MANIFEST} does not list {shown(name)}, only {listed}")
@@ -57,10 +57,10 @@ class Bundle:
 
 
 def write_manifest(folder: str | Path, manifest: Manifest) -> Bundle:
-    """Write the manifest of all files that are in the folder now; the same content gives the same bytes."""
+    """Write the manifest of all files that are now in the folder; the same content gives the same bytes."""
     folder = Path(folder)
     try:
-        # Through JSON and back first: a key that is no string is sorted elsewhere than the string it becomes.
+        # Through JSON and back first: a key that is not a string sorts differently from the string it becomes.
         values = json.loads(json.dumps(json_from_record(replace(manifest, files=_records(folder))), allow_nan=False))
         values["digest"] = digest_of(values)
         text = json.dumps(values, indent=2, sort_keys=True) + "\n"
@@ -94,7 +94,7 @@ def copy_files(bundle: Bundle, folder: Path) -> None:
 
 
 def digest_of(values: Mapping[str, Any]) -> str:
-    """Return the sha256 of a manifest's values, the digest itself and the certificate's record left out."""
+    """Return the sha256 of a manifest's values, without the digest itself and the record of the certificate."""
     files = values.get("files")
     if isinstance(files, dict):
         files = {name: record for name, record in files.items() if name != PARITY}
@@ -103,29 +103,29 @@ def digest_of(values: Mapping[str, Any]) -> str:
 
 
 def graph_hash(manifest: Manifest, part: Part) -> str:
-    """Return the sha256 of a part's graph together with the weights, by which a plan knows what it was built from."""
+    """Return the sha256 of a part's graph and the weights, which identifies what a plan was built from."""
     records = [manifest.files[name] for name in (GRAPHS[part], WEIGHTS)]
-    return hashlib.sha256("\n".join(one.sha256 for one in records).encode()).hexdigest()
+    return hashlib.sha256("\n".join(record.sha256 for record in records).encode()).hexdigest()
 
 
 def _needed(manifest: Manifest) -> list[str]:
-    """Return the files without which a bundle is none."""
-    plans = [one.file for one in manifest.plans]
-    if {one.part for one in manifest.plans} == set(GRAPHS):
+    """Return the files that every bundle must have."""
+    plans = [plan.file for plan in manifest.plans]
+    if {plan.part for plan in manifest.plans} == set(GRAPHS):
         return plans if manifest.output_matrix is None else [*plans, WEIGHTS]
     return [*REQUIRED, *plans]
 
 
 def _refuse(path: Path, reasons: list[str], advice: str = "") -> NoReturn:
-    said = reasons[:_MOST_REASONS]
-    if len(reasons) > len(said):
-        said.append(f"and {len(reasons) - len(said)} more")
+    listed = reasons[:_MOST_REASONS]
+    if len(reasons) > len(listed):
+        listed.append(f"and {len(reasons) - len(listed)} more")
     advice = advice or f"copy the folder again, or export it again: {_EXPORT} {path} --force"
-    raise BundleError(f"{in_one_line(f'bundle {path} refused', said)}. {advice[0].upper()}{advice[1:]}")
+    raise BundleError(f"{in_one_line(f'bundle {path} refused', listed)}. {advice[0].upper()}{advice[1:]}")
 
 
 def _cause(error: Exception) -> str:
-    """Return what an error says without the path in it, which is ours already or a stranger's and long."""
+    """Return an error's message without the path in it, which our message names already."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
@@ -136,7 +136,7 @@ def _records(folder: Path) -> dict[str, FileRecord]:
         if name == MANIFEST or (path.is_dir() and not path.is_symlink()):
             continue
         if path.is_symlink() or not path.is_file():
-            raise BundleError(f"{path} is not a regular file; a bundle holds copies of its files, not links to them")
+            raise BundleError(f"{path} is not a regular file; a bundle contains copies of its files, not links to them")
         records[name] = FileRecord(path.stat().st_size, _sha256(path))
     return records
 
@@ -158,14 +158,14 @@ def _existing_folder(path: Path) -> Path:
 
 
 def _values_and_digest(path: Path, folder: Path) -> tuple[dict[str, Any], str]:
-    """Return the JSON object in a folder's manifest, and the digest that it should have."""
+    """Return the JSON object in a folder's manifest, and the digest that it must have."""
     reason = _not_a_file(folder, MANIFEST)
     if reason:
         _refuse(path, [f"{MANIFEST}: {reason}"], _WRITE_ONE)
     try:
         values = _values_from_json(folder / MANIFEST)
         return values, digest_of(values)
-    # ValueError: no JSON, no UTF-8, a number with more digits than Python reads or beyond a float.
+    # ValueError: not JSON, not UTF-8, a number with more digits than Python reads or beyond a float.
     except (OSError, ValueError, RecursionError) as error:
         _refuse(path, [f"{MANIFEST} cannot be read: {_cause(error)}"])
 
@@ -185,7 +185,7 @@ def _object_from_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"{shown(name)} stands there more than once")
+        raise ValueError(f"{shown(name)} occurs more than once")
     return values
 
 
@@ -196,40 +196,40 @@ def _no_number(constant: str) -> NoReturn:
 def _manifest_from_values(path: Path, values: dict[str, Any], digest: str) -> Manifest:
     minor = _checked_minor(path, values)
     reader = RecordReader(allow_unknown=minor > FORMAT[1], allow_missing=minor < FORMAT[1])
-    found = values.pop("digest", None)
-    if found != digest:
-        reader.reasons.append(f"expected digest {digest}, found {shown(found)}: it was changed after it was written")
+    written = values.pop("digest", None)
+    if written != digest:
+        reader.reasons.append(f"expected digest {digest}, found {shown(written)}: it was changed after it was written")
     manifest = reader.read(Manifest, values)
     if manifest is None or reader.reasons:
-        advice = _upgrade(values, newer=minor > FORMAT[1] and found == digest)
+        advice = _upgrade(values, newer=minor > FORMAT[1] and written == digest)
         _refuse(path, [f"{MANIFEST}: {reason}" for reason in reader.reasons], advice)
     return manifest
 
 
 def _checked_minor(path: Path, values: dict[str, Any]) -> int:
-    """Return the minor version of a manifest's format; another major means other rules, so nothing else is read."""
-    form = values.get("format")
-    if not isinstance(form, list) or [type(number) for number in form] != [int, int] or min(form) < 0:
-        _refuse(path, [f"{MANIFEST}: format: expected {list(FORMAT)}, found {shown(form)}"])
-    major, minor = form
+    """Return the minor version of a manifest's format; another major has other rules, so nothing else is read."""
+    version = values.get("format")
+    if not isinstance(version, list) or [type(number) for number in version] != [int, int] or min(version) < 0:
+        _refuse(path, [f"{MANIFEST}: format: expected {list(FORMAT)}, found {shown(version)}"])
+    major, minor = version
     if major != FORMAT[0]:
-        said = f"format: expected {FORMAT[0]}.x, found {major}.{minor}"
-        _refuse(path, [f"{MANIFEST}: {said}"], _upgrade(values, newer=major > FORMAT[0]))
+        reason = f"{MANIFEST}: format: expected {FORMAT[0]}.x, found {major}.{minor}"
+        _refuse(path, [reason], _upgrade(values, newer=major > FORMAT[0]))
     return int(minor)
 
 
 def _upgrade(values: dict[str, Any], *, newer: bool) -> str:
-    """Return the advice for a manifest that a newer fatdeploy wrote, which says its own version."""
+    """Return the advice for a manifest that a newer fatdeploy wrote; it names its version."""
     if not newer:
         return ""
     versions = values.get("versions")
-    wrote = versions.get("fatdeploy") if isinstance(versions, dict) else None
-    needs = f"fatdeploy {shown(wrote)}" if isinstance(wrote, str) else "a newer fatdeploy"
-    return f"it needs {needs}, this is {VERSION}: pip install -U fatdeploy"
+    writer = versions.get("fatdeploy") if isinstance(versions, dict) else None
+    needed = f"fatdeploy {shown(writer)}" if isinstance(writer, str) else "a newer fatdeploy"
+    return f"it needs {needed}, this is {VERSION}: pip install -U fatdeploy"
 
 
 def _wrong_name(name: str) -> str:
-    """Say why a name may lead out of the folder, on any system: Windows reads backslashes, drives and streams."""
+    """Return why a name may lead out of the folder on some system: Windows reads backslashes, drives and streams."""
     path = PurePosixPath(name)
     plain = name.isprintable() and not set(name) & set('\\:*?"<>|')
     if not plain or path.is_absolute() or ".." in path.parts or not path.parts or str(path) != name:
@@ -238,7 +238,7 @@ def _wrong_name(name: str) -> str:
 
 
 def _not_a_file(folder: Path, name: str) -> str:
-    """Say why a name is not a regular file inside the folder; the folder is resolved, nothing is opened."""
+    """Return why a name is not a regular file inside the folder; the folder is resolved, and nothing is opened."""
     try:
         real = (folder / name).resolve(strict=True)
         mode = real.stat().st_mode
@@ -260,7 +260,7 @@ def _wrong_file(folder: Path, name: str, record: FileRecord, check_hash: bool) -
         size = path.stat().st_size
         if size != record.size:
             return f"expected {record.size} bytes, found {size}"
-        found = _sha256(path) if check_hash else record.sha256
+        sha256 = _sha256(path) if check_hash else record.sha256
     except OSError as error:
         return f"cannot be read: {_cause(error)}"
-    return "" if found == record.sha256 else f"expected sha256 {shown(record.sha256)}, found {found}"
+    return "" if sha256 == record.sha256 else f"expected sha256 {shown(record.sha256)}, found {sha256}"

@@ -1,4 +1,4 @@
-"""The certificate of a bundle: what was compared with the reference, on what, with which result. Read and written here.
+"""The certificate of a bundle: what was compared with the reference, where, with which result. Read and written here.
 
 The names of the fields are the keys of ``parity.json``.
 """

@@ -1,4 +1,4 @@
-"""Every error of ours: one line that says what is wrong, expected against found, and what to type next."""
+"""All errors of fatdeploy: one line that says what is wrong, expected against found, and what to type next."""
 
 from collections.abc import Iterable
 
@@ -6,20 +6,20 @@ from collections.abc import Iterable
 class FatdeployError(Exception):
     """Base of all errors that fatdeploy raises on purpose; the command line prints them without a traceback.
 
-    ``table`` are lines that do not fit into the one line of the message; the command line prints them below it.
+    ``table`` are further lines; the command line prints them below the message.
     """
 
-    def __init__(self, *said: object, table: Iterable[str] = ()) -> None:
-        super().__init__(*said)
+    def __init__(self, *args: object, table: Iterable[str] = ()) -> None:
+        super().__init__(*args)
         self.table = tuple(table)
 
 
 class ConfigError(FatdeployError, ValueError):
-    """A configuration or an option has a value that cannot be had."""
+    """A configuration or an option has a value that is not possible."""
 
 
 class SpecMismatch(FatdeployError, ValueError):
-    """An array does not fit the model it is given to."""
+    """An array does not fit the model."""
 
 
 class CheckpointError(FatdeployError, OSError):
@@ -35,15 +35,15 @@ class DataError(FatdeployError, ValueError):
 
 
 class BackendUnavailable(FatdeployError, ImportError):
-    """What was asked for needs a package or a device that is not here."""
+    """A package or a device that the call needs is not available."""
 
 
 class DeviceFailed(FatdeployError, RuntimeError):
-    """A GPU could not do what it was asked for."""
+    """A GPU could not do its work."""
 
 
 class OutOfDeviceMemory(DeviceFailed):
-    """A GPU has no memory left for what was asked for."""
+    """A GPU has not enough free memory."""
 
 
 class TrainingFailed(FatdeployError, RuntimeError):
@@ -59,9 +59,9 @@ class BenchFailed(FatdeployError, RuntimeError):
 
 
 class ParityFailed(FatdeployError, RuntimeError):
-    """A graph gives another answer than the reference."""
+    """A graph gives other results than the reference."""
 
 
 def in_one_line(subject: str, reasons: Iterable[str]) -> str:
-    """Return ``subject: reason; reason``: everything that is wrong is said at once."""
+    """Return ``subject: reason; reason``: one message with everything that is wrong."""
     return f"{subject}: {'; '.join(reasons)}"

@@ -1,4 +1,4 @@
-"""Folders that are replaced as a whole: written beside the old one, then exchanged with it."""
+"""Folders that are replaced as a whole: written next to the old one, then exchanged with it."""
 
 import ctypes
 import os
@@ -17,7 +17,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 def replaced_folder(folder: Path, *, force: bool = False) -> Iterator[Path]:
     """Yield an empty folder that takes the place of ``folder`` when the block ends without an error.
 
-    Until then, and after a crash, whatever stood there is untouched. Without ``force`` an existing one is refused.
+    Until then, and after a crash, an existing folder is untouched. Without ``force`` an existing one is refused.
     """
     if folder.exists() and not force:
         raise ConfigError(f"{folder} exists; choose another folder or pass --force (force=True) to replace it")
@@ -35,14 +35,14 @@ def replaced_folder(folder: Path, *, force: bool = False) -> Iterator[Path]:
 
 
 def share(path: Path) -> None:
-    """Give a file or folder the mode of any other: libraries that write to temporary names make these private."""
+    """Give a file or folder the usual mode: libraries that write to temporary names make these private."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
 
 
 def _settle(folder: Path) -> None:
-    """Have the files on the disk before they get their name: a power cut must not leave a name without content."""
+    """Flush the files to disk before they get their name: a power cut must not leave a name without content."""
     for path in (*sorted(folder.rglob("*")), folder):
         if os.name == "posix" or path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
@@ -53,7 +53,7 @@ def _settle(folder: Path) -> None:
 
 
 def _exchange(new: Path, folder: Path) -> None:
-    """Put ``new`` in the place of ``folder``, and what stood there, if anything, in the place of ``new``."""
+    """Put ``new`` in place of ``folder``, and the old folder, if any, in place of ``new``."""
     if not folder.exists():
         new.rename(folder)
         return
@@ -61,7 +61,7 @@ def _exchange(new: Path, folder: Path) -> None:
     paths = os.fsencode(new), os.fsencode(folder)
     if renameat2 and renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
         return
-    # No exchange in one stroke on this system: the old folder keeps a name of its own until the new one has arrived.
+    # This system has no atomic exchange: the old folder keeps another name until the new one is in place.
     aside = new.with_name(f"{new.name}.old")
     folder.rename(aside)
     new.rename(folder)

@@ -1,4 +1,4 @@
-"""What this machine is: the facts that a speed or a rounding difference depends on, read and never guessed."""
+"""Facts about this machine on which speed and rounding depend; read from the system, never guessed."""
 
 import os
 import platform
@@ -17,7 +17,7 @@ FEATURES = (
     *("neon", "asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2", "sme", "sme2"),
 )
 
-# Arm's kernels print numbers for names. A core that is not listed is shown by its numbers.
+# On Arm, Linux prints numbers instead of names. A core that is not listed is shown by its numbers.
 ARM_CORES = {
     ("0x41", "0xc07"): "Cortex-A7",
     ("0x41", "0xd03"): "Cortex-A53",
@@ -33,7 +33,7 @@ ARM_CORES = {
     ("0x41", "0xd4f"): "Neoverse-V2",
 }
 
-# macOS's names for the same things: words of two lists on Intel, one number each on Apple's own.
+# macOS's names for the same features: words in two lists on Intel, one switch each on Apple silicon.
 SYSCTL_WORDS = {
     "SSE4.1": "sse4_1",
     "AVX1.0": "avx",
@@ -67,7 +67,7 @@ class Cpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """What goes into certificates and benchmark results to say where they were made; ``None`` means unknown."""
+    """The machine as certificates and benchmark results record it; ``None`` means unknown."""
 
     cpu: str | None
     board: str | None
@@ -83,7 +83,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Return the facts about the machine that this process runs on."""
+    """Return the machine that this process runs on."""
     cpu = this_cpu()
     return Machine(
         cpu=cpu.name,
@@ -98,7 +98,7 @@ def this_machine() -> Machine:
 
 
 def this_cpu() -> Cpu:
-    """Return this machine's processor as far as its system tells."""
+    """Return this machine's processor as far as the system describes it."""
     match platform.system():
         case "Linux":
             return cpu_from_cpuinfo(text_of(CPUINFO) or "")
@@ -109,7 +109,7 @@ def this_cpu() -> Cpu:
 
 
 def sysctl_text() -> str:
-    """Return what macOS tells of its processor."""
+    """Return macOS's description of the processor."""
     return subprocess.run(
         ["/usr/sbin/sysctl", "machdep.cpu", "hw.optional"], capture_output=True, text=True, check=False
     ).stdout
@@ -118,16 +118,16 @@ def sysctl_text() -> str:
 def cpu_from_cpuinfo(text: str) -> Cpu:
     """Return the processor that the text of Linux's ``/proc/cpuinfo`` describes."""
     rows = list(rows_of(text))
-    # x86 and arm have a word for it each. Cores may differ and a thread may move: what counts is what all of them have.
+    # x86 says `flags`, arm `Features`. Cores may differ and a thread may move, so only features of all cores count.
     sets = [set(value.split()) for key, value in rows if key in ("flags", "Features")]
-    return Cpu(name_from_rows(rows), known(set.intersection(*sets)) if sets else None)
+    return Cpu(name_from_rows(rows), listed_features(set.intersection(*sets)) if sets else None)
 
 
 def name_from_rows(rows: list[tuple[str, str]]) -> str | None:
     """Return the names of the kinds of core in ``/proc/cpuinfo``, joined by a plus."""
     makers = [value for key, value in rows if key == "CPU implementer"]
     parts = [value for key, value in rows if key == "CPU part"]
-    # Where there are numbers, `model name` is absent or says no more than "ARMv8 Processor rev 1 (v8l)".
+    # If there are numbers, `model name` is missing or as vague as "ARMv8 Processor rev 1 (v8l)".
     names = [
         ARM_CORES.get(core, f"arm implementer {core[0]} part {core[1]}") for core in zip(makers, parts, strict=False)
     ]
@@ -141,7 +141,7 @@ def cpu_from_sysctl(text: str) -> Cpu:
     lists = [values.get(f"machdep.cpu.{key}", "") for key in ("features", "leaf7_features")]
     words = {SYSCTL_WORDS[word] for line in lists for word in line.split() if word in SYSCTL_WORDS}
     switches = {name for key, name in SYSCTL_SWITCHES.items() if values.get(key) == "1"}
-    return Cpu(values.get("machdep.cpu.brand_string"), known(words | switches) or None)
+    return Cpu(values.get("machdep.cpu.brand_string"), listed_features(words | switches) or None)
 
 
 def rows_of(text: str) -> Iterator[tuple[str, str]]:
@@ -152,13 +152,13 @@ def rows_of(text: str) -> Iterator[tuple[str, str]]:
             yield key.strip(), value.strip()
 
 
-def known(features: set[str]) -> tuple[str, ...]:
+def listed_features(features: set[str]) -> tuple[str, ...]:
     """Return those of ``FEATURES`` that are in the set, in their order."""
     return tuple(feature for feature in FEATURES if feature in features)
 
 
 def text_of(path: Path) -> str | None:
-    """Return a system file's text, without the NUL that ends device-tree strings; ``None`` where there is none."""
+    """Return a system file's text without the NUL that ends device-tree strings; ``None`` if there is no file."""
     try:
         return path.read_text(errors="replace").rstrip("\0\n")
     except OSError:
@@ -173,7 +173,7 @@ def usable_cores() -> int:
 
 
 def total_memory() -> int | None:
-    """Return the machine's memory in bytes, where the system tells it."""
+    """Return the machine's memory in bytes; ``None`` if the system does not tell."""
     if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
         return None
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""The manifest of a bundle: records that say what it is, who made it and how. ``bundle.py`` reads and writes it."""
+"""The manifest of a bundle: records of what it is, who made it and how. ``bundle.py`` reads and writes it."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -8,16 +8,16 @@ from fatdeploy.spec import ModelSpec
 from fatdeploy.targets import CpuClass, Dialect, Precision, Target
 
 FORMAT = (1, 3)  # a reader takes any minor of its own major
-OUTPUT_MATRIX_SINCE = (1, 1)  # earlier manifests do not say whether there is one
+OUTPUT_MATRIX_SINCE = (1, 1)  # earlier manifests do not describe it
 MANIFEST, ENCODER, DECODER, WEIGHTS = "manifest.json", "encoder.onnx", "decoder.onnx", "weights.bin"
 GRAPHS: dict[Part, str] = {"encoder": ENCODER, "decoder": DECODER}
 TOKENIZER, PARITY, PROBES = "tokenizer.json", "parity.json", "probes.npz"
-# Quantized bundles alone: the sources of the gate, and the graph that shows whether this CPU multiplies integers right.
+# Quantized bundles only: the sources of the gate, and the graph that tests whether a CPU multiplies integers correctly.
 GATE, SATURATION = "gate.npz", "saturation.onnx"
-# Among the matrices of a Quantization: the table in which tokens are looked up, which may be one of the others.
+# The name, among the matrices of a Quantization, of the embedding table, which may be one of the others.
 EMBEDDING = "embedding"
-WEIGHTS_ALONE = "int8 weights"  # an integer matrix that is multiplied with floats
-REQUIRED = (ENCODER, DECODER, WEIGHTS)  # unless both parts have plans: these are built from them on the device
+WEIGHTS_ALONE = "int8 weights"  # an integer matrix that floats are multiplied with
+REQUIRED = (ENCODER, DECODER, WEIGHTS)  # unless both parts have plans, which a device builds from these
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class WeightGroup:
-    """How much of the weights belongs to one part of the model; what parts share is counted once."""
+    """The weights of one part of the model; weights that parts share are counted once."""
 
     tensors: int
     parameters: int
@@ -48,10 +48,10 @@ class WeightGroup:
 
 @dataclass(frozen=True)
 class OutputMatrix:
-    """Where the weights hold the matrix [V, M] that makes logits of a hidden state; transposed it stands as [M, V].
+    """Where in the weights the matrix [V, M] is that turns a hidden state into logits; ``transposed`` means [M, V].
 
-    Integers have scales, float32 at an offset of their own: one a row of V, or of ``int4`` one for each ``block_size``
-    numbers of a row. ``zeros`` are of blocks that are not symmetric, two a byte.
+    Integers have float32 scales at their own offset: one per row of V, or for ``int4`` one per ``block_size`` numbers
+    of a row. ``zeros`` belong to asymmetric blocks, two per byte.
     """
 
     offset: int
@@ -67,18 +67,18 @@ class OutputMatrix:
             if value is not None and value < 0:
                 raise ValueError(f"{name} must be 0 or more, found {value}")
         if (self.scales is None) == self.dtype.startswith("int"):
-            raise ValueError(f"integers and nothing else have scales, found {self.dtype} and scales at {self.scales}")
+            raise ValueError(f"only integers have scales, found {self.dtype} and scales at {self.scales}")
         if (self.block_size is None) != (self.dtype != "int4") or (self.block_size or 2) < 2:
-            raise ValueError(f"int4 and nothing else has blocks of 2 or more, found {self.dtype} of {self.block_size}")
+            raise ValueError(f"only int4 has blocks, of 2 or more, found {self.dtype} with {self.block_size}")
 
 
 @dataclass(frozen=True)
 class Quantization:
     """How the matrices of a bundle became integers.
 
-    ``matrices`` says of each how: ``int8 static``, ``int8 by row``, ``int8 weights`` (activations stay floats),
-    ``int4``, ``fp32``. ``weight_bits`` are those of 8-bit weights that are used: 7 of them cannot saturate on any CPU.
-    ``enforced`` is whether a bar had to be met.
+    ``matrices`` has the kind of each: ``int8 static``, ``int8 by row``, ``int8 weights`` (activations stay floats),
+    ``int4``, ``fp32``. ``weight_bits`` is how many bits of 8-bit weights are used: 7 cannot saturate on any CPU.
+    ``enforced`` says whether a bar had to be met.
     """
 
     cpu: CpuClass
@@ -88,12 +88,12 @@ class Quantization:
 
     @property
     def kinds(self) -> set[str]:
-        """How matrices are stored that something is multiplied with."""
+        """The kinds of all matrices that take part in a product."""
         return {kind for name, kind in self.matrices.items() if name != EMBEDDING}
 
     @property
     def weights_alone(self) -> bool:
-        """Whether no activation becomes integers, so that no integers are multiplied."""
+        """Whether all activations stay floats, so that no integers are multiplied."""
         kinds = self.kinds
         return WEIGHTS_ALONE in kinds and kinds <= {WEIGHTS_ALONE, "fp32"}
 
@@ -102,10 +102,10 @@ class Quantization:
 class Manifest:
     """What a bundle is, who made it and how; ``write_manifest`` fills in ``files``.
 
-    ``onnxruntime`` is the range of versions that it was verified with, ``settings`` are the choices that the exporter
-    made by itself, ``histograms`` count operators: graph, then stage of the export, then operator.
-    ``output_matrix`` is None if logits are something else than a hidden state times a matrix, ``quantization`` is None
-    of fp32, fp16 and bf16, ``plans`` are the TensorRT engines among the files.
+    ``onnxruntime`` is the range of versions that it was verified with, ``settings`` are choices of the exporter,
+    ``histograms`` count operators by graph, stage of the export and name. ``output_matrix`` is None if logits are not a
+    hidden state times a matrix, ``quantization`` is None for fp32, fp16 and bf16, ``plans`` are the TensorRT engines
+    among the files.
     """
 
     spec: ModelSpec
@@ -127,5 +127,5 @@ class Manifest:
 
     @property
     def branches(self) -> bool:
-        """Whether the decoder graph is told what to compute: only onnxruntime's dialect has branches."""
+        """Whether an input of the decoder graph says what to compute: only onnxruntime's dialect has branches."""
         return self.dialect == "ort"

@@ -1,4 +1,4 @@
-"""Pairs to train with and to evaluate on: a file of lines, each a source, a TAB and a target."""
+"""Pairs for training and evaluation: a file of lines, each a source, a TAB and a target."""
 
 from codecs import BOM_UTF8
 from collections.abc import Sequence
@@ -10,59 +10,58 @@ from fatdeploy.errors import DataError, in_one_line
 FORM = "a line is a source, one TAB and a target, in UTF-8"
 FORM_OF_SOURCES = "a line is a source, or a source, one TAB and a target, in UTF-8"
 
-# Bad lines that a message names; the others are counted.
+# How many bad lines a message names; the others are counted.
 MOST_NAMED = 20
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A source and what should come of it."""
+    """A source and the target that it should have."""
 
     source: str
     target: str
 
 
 def read_pairs(path: Path) -> list[Pair]:
-    """Return the pairs of a file, in order; if any of its lines is not a pair, all of these are told at once.
+    """Return the pairs of a file, in order; one error lists all lines that are not a pair.
 
-    Nothing is stripped but the ends of lines (LF or CRLF) and a byte order mark at the start. A source may stand on
-    several lines.
+    Only line ends (LF or CRLF) and a byte order mark at the start are stripped. A source may occur on several lines.
     """
     lines = _lines(path, "pairs", FORM)
     pairs, wrong = [], []
     for number, line in enumerate(lines, 1):
-        found = _pair(line)
-        if isinstance(found, Pair):
-            pairs.append(found)
+        pair = _pair(line)
+        if isinstance(pair, Pair):
+            pairs.append(pair)
         else:
-            wrong.append(f"{found[0]} at line {number}{found[1]}")
+            wrong.append(_reason(pair, number))
     if wrong:
         raise error_of_lines(path, wrong, f"{len(lines)} lines")
     return pairs
 
 
 def read_sources(path: Path) -> list[tuple[str, str | None]]:
-    """Return the sources of a file, each with its target where the line has one after a TAB."""
-    found: list[tuple[str, str | None]] = []
-    wrong = []
+    """Return the sources of a file, each with its target if the line has one after a TAB."""
     lines = _lines(path, "sources", FORM_OF_SOURCES)
+    sources: list[tuple[str, str | None]] = []
+    wrong = []
     for number, line in enumerate(lines, 1):
-        one = _pair(line if b"\t" in line else line + b"\tnone")
-        if isinstance(one, Pair):
-            found.append((one.source, one.target if b"\t" in line else None))
+        pair = _pair(line if b"\t" in line else line + b"\tnone")
+        if isinstance(pair, Pair):
+            sources.append((pair.source, pair.target if b"\t" in line else None))
         else:
-            wrong.append(f"{one[0]} at line {number}{one[1]}")
+            wrong.append(_reason(pair, number))
     if wrong:
         raise error_of_lines(path, wrong, f"{len(lines)} lines", FORM_OF_SOURCES)
-    return found
+    return sources
 
 
 def error_of_lines(path: Path, wrong: Sequence[str], among: str, expected: str = FORM) -> DataError:
-    """Return the error that tells of lines which cannot be used, each a reason with its line's number."""
+    """Return the error for lines that cannot be used; ``wrong`` are reasons with line numbers."""
     more = len(wrong) - MOST_NAMED
     named = [*wrong[:MOST_NAMED], *([f"and {more} more"] if more > 0 else [])]
-    told = in_one_line(f"{path}: {len(wrong)} of {among} cannot be used", named)
-    return DataError(f"{told}; {expected}: mend or remove them")
+    message = in_one_line(f"{path}: {len(wrong)} of {among} cannot be used", named)
+    return DataError(f"{message}; {expected}: fix or remove them")
 
 
 def _lines(path: Path, kind: str, form: str) -> list[bytes]:
@@ -83,10 +82,15 @@ def _lines(path: Path, kind: str, form: str) -> list[bytes]:
     return [line.removesuffix(b"\r") for line in lines]
 
 
+def _reason(problem: tuple[str, str], number: int) -> str:
+    reason, remark = problem
+    return f"{reason} at line {number}{remark}"
+
+
 def _pair(line: bytes) -> Pair | tuple[str, str]:
-    """Return what a line holds, or what is wrong with it and a remark."""
+    """Return the pair on a line, or what is wrong with it and a remark."""
     if b"\0" in line:
-        # It would pass as UTF-8: in UTF-16 every second byte of plain English is one.
+        # It would pass as UTF-8: in UTF-16 every second byte of plain English is zero.
         return "is not UTF-8", " (byte 0x00, as in UTF-16)"
     try:
         text = line.decode()

@@ -1,4 +1,4 @@
-"""TensorRT plans of a bundle: which graph, version, GPU and sizes each was built for. Numbers and names alone."""
+"""TensorRT plans of a bundle: the graph, version, GPU and sizes that each was built for. Only numbers and names."""
 
 import re
 from collections.abc import Iterable
@@ -11,8 +11,8 @@ from fatdeploy.targets import Flavour
 Part = Literal["encoder", "decoder"]
 Shape = tuple[int, ...]
 
-ENGINES = "engines"  # the folder of a bundle that holds them
-PORTABLE = "portable"  # in a file's name: for several compute capabilities at once
+ENGINES = "engines"  # the folder of the plans in a bundle
+PORTABLE = "portable"  # in the name of a file for several compute capabilities
 # Axes whose size a call chooses; a cache's capacity is a number in graphs that plans are built from.
 SIZED = tuple(axis for axis in get_args(Axis) if axis != "capacity")
 
@@ -22,7 +22,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, kw_only=True)
 class SizeRange:
-    """The sizes that one axis may have, and the one that an engine is tuned for."""
+    """The sizes that an axis may have, and the one that an engine is tuned for."""
 
     least: int
     usual: int
@@ -39,9 +39,9 @@ class SizeRange:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """One range for each named axis: an axis has the same range in every tensor that has it.
+    """One range per named axis: an axis has the same range in every tensor.
 
-    Both parts of a model have the same profiles in the same order; an encoder has no use for some of their axes.
+    Both parts of a model have the same profiles in the same order; an encoder does not use some of their axes.
     """
 
     sizes: dict[str, SizeRange]
@@ -49,15 +49,15 @@ class Profile:
     def __post_init__(self) -> None:
         unknown = [name for name in self.sizes if name not in SIZED]
         if unknown:
-            raise ValueError(f"a profile has ranges of {', '.join(SIZED)}, found {', '.join(unknown)}")
+            raise ValueError(f"a profile has ranges for {', '.join(SIZED)}, found {', '.join(unknown)}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRecord:
     """What a plan was built from and for.
 
-    ``compute_capabilities`` such as ``8.6``: several for TensorRT-RTX, the device's own for TensorRT.
-    ``graph_sha256`` is what ``graph_hash`` says of the graph and its weights.
+    ``compute_capabilities`` are such as ``8.6``: several for TensorRT-RTX, the device's own for TensorRT.
+    ``graph_sha256`` is the ``graph_hash`` of the graph and its weights.
     """
 
     part: Part
@@ -69,7 +69,11 @@ class PlanRecord:
     graph_sha256: str
 
     def __post_init__(self) -> None:
-        reasons = [f"compute capability {one!r}" for one in self.compute_capabilities if not _CAPABILITY.fullmatch(one)]
+        reasons = [
+            f"compute capability {capability!r}"
+            for capability in self.compute_capabilities
+            if not _CAPABILITY.fullmatch(capability)
+        ]
         if not self.compute_capabilities:
             reasons.append("no compute capability")
         if not self.profiles:
@@ -81,13 +85,13 @@ class PlanRecord:
 
 
 def plan_file(part: Part, flavour: Flavour, version: str, capabilities: tuple[str, ...]) -> str:
-    """Return the name that a plan has in a bundle."""
+    """Return the name of a plan in a bundle."""
     where = f"sm{capabilities[0].replace('.', '')}" if len(capabilities) == 1 else PORTABLE
     return f"{ENGINES}/{part}-{flavour}-{version}-{where}.plan"
 
 
 def shapes_of(tensor: TensorSpec, profile: Profile, fixed: dict[str, int]) -> tuple[Shape, Shape, Shape]:
-    """Return the least, the usual and the largest shape of a tensor; ``fixed`` are axes that have one size alone."""
+    """Return the least, the usual and the largest shape of a tensor; ``fixed`` are axes with a single size."""
     least, usual, most = (
         {name: getattr(sizes, which) for name, sizes in profile.sizes.items()} | fixed
         for which in ("least", "usual", "most")
@@ -106,6 +110,6 @@ def outputs_of(spec: ModelSpec, part: Part) -> tuple[TensorSpec, ...]:
 
 
 def axes_of(tensors: Iterable[TensorSpec]) -> tuple[str, ...]:
-    """Return the axes of tensors whose sizes a profile says, each once."""
-    found = {axis for one in tensors for axis in one.shape}
-    return tuple(axis for axis in SIZED if axis in found)
+    """Return the axes of tensors for which a profile has sizes, each once."""
+    axes = {axis for tensor in tensors for axis in tensor.shape}
+    return tuple(axis for axis in SIZED if axis in axes)

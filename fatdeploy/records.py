@@ -12,7 +12,7 @@ _SCALARS = (str, int, float, bool, NoneType)
 
 
 def json_from_record(value: object) -> Any:
-    """Return what ``json.dumps`` takes, and ``json.loads`` returns, for a dataclass: all fields, defaults included."""
+    """Return a dataclass as the values that ``json.loads`` would return: all fields, including defaults."""
     if is_dataclass(value) and not isinstance(value, type):
         return {entry.name: json_from_record(getattr(value, entry.name)) for entry in fields(value)}
     if isinstance(value, dict):
@@ -23,17 +23,17 @@ def json_from_record(value: object) -> Any:
 
 
 def shown(value: object) -> str:
-    """Return a value as a message may show it: short, printable, whatever a stranger's JSON holds."""
+    """Return a value in a form for messages: short and printable, whatever JSON it comes from."""
     return value if isinstance(value, str) and value.isprintable() and 0 < len(value) <= 80 else reprlib.repr(value)
 
 
 @dataclass
 class RecordReader:
-    """Turns JSON values into dataclasses; what does not fit is in ``reasons``.
+    """Turns JSON values into dataclasses and collects in ``reasons`` what does not fit.
 
-    The two permissions are for a format that grows: a later version adds keys at the top, an earlier one did not yet
+    The two permissions are for a format that grows: a later version adds keys at the top level, an earlier one did not
     write the fields that have a default today. A field of type ``object`` takes any JSON value. Fields that a record
-    computes itself (``init=False``) are written for other readers and not read.
+    computes itself (``init=False``) are written for other readers and are not read.
     """
 
     allow_unknown: bool = False
@@ -52,21 +52,23 @@ class RecordReader:
         if not isinstance(values, dict):
             return self._refuse(place, f"expected an object, found {reprlib.repr(values)}")
         before, hints = len(self.reasons), get_type_hints(kind)
-        known = {entry.name: entry for entry in fields(kind) if entry.init}
+        entries = {entry.name: entry for entry in fields(kind) if entry.init}
         computed = {entry.name for entry in fields(kind) if not entry.init}
         if place or not self.allow_unknown:
             for name in values:
-                if name not in known and name not in computed:
+                if name not in entries and name not in computed:
                     self._refuse(_inside(place, name), "unknown")
-        for name, entry in known.items():
+        for name, entry in entries.items():
             if name not in values and not (self.allow_missing and _has_default(entry)):
                 self._refuse(_inside(place, name), "missing")
-        read = {name: self._value(hints[name], values[name], _inside(place, name)) for name in known if name in values}
+        arguments = {
+            name: self._value(hints[name], values[name], _inside(place, name)) for name in entries if name in values
+        }
         if len(self.reasons) > before:
             return None
         try:
-            return kind(**read)
-        except ValueError as error:  # a __post_init__ that refuses values which do not go together
+            return kind(**arguments)
+        except ValueError as error:  # a __post_init__ that refuses values which contradict each other
             return self._refuse(place, str(error))
 
     def _value(self, kind: Any, value: object, place: str) -> Any:
@@ -86,22 +88,22 @@ class RecordReader:
     def _one_of(self, kinds: tuple[Any, ...], value: object, place: str) -> Any:
         for kind in kinds:
             trial = RecordReader(allow_missing=self.allow_missing)
-            read = trial._value(kind, value, place)
+            result = trial._value(kind, value, place)
             if not trial.reasons:
-                return read
-        real = [kind for kind in kinds if kind is not NoneType]
-        if len(real) == 1 and value is not None:
-            return self._value(real[0], value, place)
+                return result
+        others = [kind for kind in kinds if kind is not NoneType]
+        if len(others) == 1 and value is not None:
+            return self._value(others[0], value, place)
         expected = " or ".join(_expected(kind) for kind in kinds)
         return self._refuse(place, f"expected {expected}, found {reprlib.repr(value)}")
 
     def _tuple(self, kinds: tuple[Any, ...], values: Sequence[object], place: str) -> Any:
-        each = [kinds[0]] * len(values) if kinds[1:] == (...,) else kinds
-        if len(values) != len(each):
-            return self._refuse(place, f"expected a list of {len(each)}, found {reprlib.repr(values)}")
+        expected = [kinds[0]] * len(values) if kinds[1:] == (...,) else kinds
+        if len(values) != len(expected):
+            return self._refuse(place, f"expected a list of {len(expected)}, found {reprlib.repr(values)}")
         return tuple(
             self._value(kind, value, _inside(place, index))
-            for index, (kind, value) in enumerate(zip(each, values, strict=True))
+            for index, (kind, value) in enumerate(zip(expected, values, strict=True))
         )
 
 
@@ -117,8 +119,8 @@ def _fits(kind: Any, value: object) -> bool:
     if kind is object:
         return True
     if get_origin(kind) is Literal:
-        return any(type(value) is type(legal) and value == legal for legal in get_args(kind))
-    # type() and not isinstance(): JSON's true is no 1.
+        return any(type(value) is type(choice) and value == choice for choice in get_args(kind))
+    # type() and not isinstance(): JSON's true is not 1.
     return type(value) is kind or (kind is float and type(value) is int)
 
 

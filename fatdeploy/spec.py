@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from fatdeploy.dtypes import HalfDtype
 from fatdeploy.errors import SpecMismatch, in_one_line
 from fatdeploy.records import RecordReader, json_from_record
 
@@ -14,24 +15,24 @@ Axis = Literal["batch", "rows", "source", "step", "capacity"]
 Tokens = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
-FEW = 32
+FEW_IDS = 32
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, element type and shape of a tensor; a named axis varies from call to call."""
+    """Name, element type and shape of a tensor; the size of a named axis varies between calls."""
 
     name: str
     dtype: str
     shape: tuple[int | Axis, ...]
 
     def sized(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape with the named axes' sizes in it."""
-        # A list first: every decode asks, and a generator takes twice as long.
+        """Return the shape with the sizes of the named axes filled in."""
+        # A list first: every decode calls this, and a generator takes twice as long.
         return tuple([axis if isinstance(axis, int) else sizes[axis] for axis in self.shape])
 
     def fixed(self, sizes: Mapping[str, int]) -> "TensorSpec":
-        """Return the same with some of the named axes' sizes in it."""
+        """Return the same tensor with the sizes of some named axes filled in."""
         shape = tuple(axis if isinstance(axis, int) else sizes.get(axis, axis) for axis in self.shape)
         return TensorSpec(self.name, self.dtype, shape)
 
@@ -41,10 +42,10 @@ AnyTensor = TypeVar("AnyTensor", bound=TensorSpec)
 
 @dataclass(frozen=True)
 class StateSpec(TensorSpec):
-    """A tensor that a decoder hands from step to step.
+    """A tensor that a decoder passes from step to step.
 
     A ``cache`` is written at new positions only, so past and present may be one buffer. ``recurrent`` state is read
-    after it is written: past and present must be two buffers that change places.
+    after it is written: past and present must be two buffers that swap roles.
     """
 
     kind: Literal["cache", "recurrent"]
@@ -74,7 +75,7 @@ def memory_specs(layer: int, heads: int, head_width: int, dtype: str = "float32"
 
 @dataclass(frozen=True)
 class AlignmentSpec:
-    """Which decoder layer's cross-attention weights a step returns, and of how many heads."""
+    """The decoder layer whose cross-attention weights a step returns, and its number of heads."""
 
     layer: int
     heads: int
@@ -82,9 +83,10 @@ class AlignmentSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """What a decode loop and an application must know of a model.
+    """What a decode loop and an application must know about a model.
 
-    ``width`` is that of the hidden state which an output matrix multiplies; None if the decoder gives logits alone.
+    ``width`` is the width of the hidden state that an output matrix multiplies; None if the decoder returns only
+    logits.
     """
 
     vocab_size: int
@@ -112,33 +114,33 @@ class ModelSpec:
 
     @property
     def position(self) -> TensorSpec:
-        """How many positions were fed before, one number for all rows."""
+        """The number of positions before this step, the same for all rows."""
         return TensorSpec("position", "int64", ())
 
     @property
     def want(self) -> TensorSpec:
-        """What to compute beyond the hidden state; only graphs with branches have it."""
+        """What to compute besides the hidden state; only graphs with branches have this input."""
         return TensorSpec("want", "int64", ())
 
     @property
     def past(self) -> tuple[TensorSpec, ...]:
         """The state as the decoder's inputs."""
-        return tuple(TensorSpec(f"past.{one.name}", one.dtype, one.shape) for one in self.state)
+        return tuple(TensorSpec(f"past.{tensor.name}", tensor.dtype, tensor.shape) for tensor in self.state)
 
     @property
     def present(self) -> tuple[TensorSpec, ...]:
         """The state as the decoder's outputs."""
-        return tuple(TensorSpec(f"present.{one.name}", one.dtype, one.shape) for one in self.state)
+        return tuple(TensorSpec(f"present.{tensor.name}", tensor.dtype, tensor.shape) for tensor in self.state)
 
     @property
     def length_log_probs(self) -> tuple[TensorSpec, ...]:
-        """What the length head says, where there is one."""
+        """The output of the length head, if there is one."""
         has_head = self.decoding == "parallel" and self.length == "head"
         return (TensorSpec("length_log_probs", "float32", ("batch", self.max_target)),) if has_head else ()
 
     @property
     def hidden(self) -> tuple[TensorSpec, ...]:
-        """What the output matrix multiplies, where the decoder tells it."""
+        """What the output matrix multiplies, if the decoder returns it."""
         return () if self.width is None else (TensorSpec("hidden", "float32", ("rows", "step", self.width)),)
 
     @property
@@ -154,14 +156,14 @@ class ModelSpec:
 
     @property
     def attention(self) -> tuple[TensorSpec, ...]:
-        """The cross-attention weights of one layer, where they were exported."""
+        """The cross-attention weights of one layer, if they were exported."""
         if self.alignment is None:
             return ()
         return (TensorSpec("attention", "float32", ("rows", self.alignment.heads, "step", "source")),)
 
     @property
     def results(self) -> tuple[TensorSpec, ...]:
-        """All that a step can say."""
+        """Everything that a step can return."""
         return (*self.hidden, self.logits, *self.best, *self.attention)
 
     def encoder_inputs(self) -> tuple[TensorSpec, ...]:
@@ -173,30 +175,29 @@ class ModelSpec:
         return (*self.memory, *self.length_log_probs)
 
     def decoder_inputs(self, *, branches: bool) -> tuple[TensorSpec, ...]:
-        """Return the inputs of the decoder graph, in order; with ``branches`` it is told what to compute."""
-        step = (self.position,) if self.decoding == "autoregressive" else ()
-        asked = (self.want,) if branches else ()
-        ids = (self.source,) if self.reads_source else ()
-        return (self.tokens, *step, *asked, *ids, self.source_mask, *self.memory, *self.past)
+        """Return the inputs of the decoder graph, in order; with ``branches`` one of them says what to compute."""
+        position = (self.position,) if self.decoding == "autoregressive" else ()
+        want = (self.want,) if branches else ()
+        source = (self.source,) if self.reads_source else ()
+        return (self.tokens, *position, *want, *source, self.source_mask, *self.memory, *self.past)
 
     def decoder_outputs(self) -> tuple[TensorSpec, ...]:
         """Return the outputs of the decoder graph, in order."""
         return (*self.results, *self.present)
 
     def fixed_axes(self, *, branches: bool) -> dict[str, int]:
-        """Return the axes that are numbers in the graphs: TensorRT updates caches of a fixed length only."""
+        """Return the axes that are numbers in the graphs: TensorRT only updates caches of a fixed length."""
         return {} if branches else {"capacity": self.max_target}
 
-    def halved(self, dtype: Literal["float16", "bfloat16"]) -> "ModelSpec":
+    def halved(self, dtype: HalfDtype) -> "ModelSpec":
         """Return the contract of the same model in half precision.
 
-        Memory and caches are half. Recurrent state is a sum over all positions, which half would round at each, and
+        Memory and caches become half. Recurrent state is a sum over all positions, which half would round at each, and
         results are for applications: both stay float32.
         """
-        memory = tuple(_halved(one, dtype) for one in self.memory)
-        return replace(
-            self, memory=memory, state=tuple(_halved(one, dtype) if one.kind == "cache" else one for one in self.state)
-        )
+        memory = tuple(_halved(tensor, dtype) for tensor in self.memory)
+        state = tuple(_halved(tensor, dtype) if tensor.kind == "cache" else tensor for tensor in self.state)
+        return replace(self, memory=memory, state=state)
 
     def widened(self) -> "ModelSpec":
         """Return the contract of a half-precision model in float32."""
@@ -210,13 +211,13 @@ class ModelSpec:
         return [token for token in range(self.vocab_size) if token not in special]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as JSON values, defaults included: a later change of a default changes no bundle."""
+        """Return all fields as JSON values, including defaults: a later change of a default changes no bundle."""
         values: dict[str, Any] = json_from_record(self)
         return values
 
     @classmethod
     def from_dict(cls, values: object) -> "ModelSpec":
-        """Return the spec that ``to_dict`` described; unknown, missing and mistyped fields are refused together."""
+        """Return the spec that ``to_dict`` wrote; one error lists all unknown, missing and mistyped fields."""
         reader = RecordReader()
         spec = reader.read(cls, values)
         if spec is None:
@@ -224,7 +225,11 @@ class ModelSpec:
         return spec
 
     def check_source(self, source: Tokens, mask: Mask) -> None:
-        """Raise SpecMismatch, with every reason, unless the source is right-padded ids that the model takes."""
+        """Raise SpecMismatch, with every reason, unless the source is right-padded ids that the model can read.
+
+        Every engine calls this at its own door, for callers that do not come through the decode loop. It is two
+        reductions per batch, and the only check of the padded arrays.
+        """
         reasons = self._wrong_source_form(source, mask) or [
             *self._wrong_ids("source", source),
             *_wrong_padding(mask),
@@ -233,7 +238,7 @@ class ModelSpec:
             raise SpecMismatch(in_one_line("source refused", reasons))
 
     def check_tokens(self, tokens: Tokens, position: int, capacity: int | None = None) -> None:
-        """Raise SpecMismatch unless a step may be given these tokens at this position."""
+        """Raise SpecMismatch unless a step can read these tokens at this position."""
         reasons = _wrong_form("tokens", tokens, np.dtype(np.int64))
         if not reasons:
             reasons = self._wrong_ids("tokens", tokens)
@@ -264,8 +269,8 @@ def _with_dtype(tensor: AnyTensor, dtype: str) -> AnyTensor:
     return replace(tensor, dtype=dtype) if tensor.dtype in ("float32", "float16", "bfloat16") else tensor
 
 
-def _halved(one: AnyTensor, dtype: str) -> AnyTensor:
-    return replace(one, dtype=dtype) if one.dtype == "float32" else one
+def _halved(tensor: AnyTensor, dtype: HalfDtype) -> AnyTensor:
+    return replace(tensor, dtype=dtype) if tensor.dtype == "float32" else tensor
 
 
 def _wrong_form(name: str, array: NDArray[np.generic], dtype: np.dtype[np.generic]) -> list[str]:
@@ -280,8 +285,8 @@ def _wrong_form(name: str, array: NDArray[np.generic], dtype: np.dtype[np.generi
 
 
 def _extremes(ids: Tokens) -> tuple[int, int]:
-    """Return the least and the largest; of few ids, as every step has them, a list says so sooner than an array."""
-    if ids.size > FEW:
+    """Return the least and the largest id; for the few ids of a step a list is faster than an array."""
+    if ids.size > FEW_IDS:
         return int(ids.min()), int(ids.max())
     listed = ids.ravel().tolist()
     return min(listed), max(listed)
@@ -300,5 +305,5 @@ def _wrong_padding(mask: Mask) -> list[str]:
     return reasons
 
 
-# Of the graph in a quantized bundle that shows whether a CPU adds products of integers exactly.
+# Tensors of the graph in a quantized bundle that shows whether a CPU adds products of integers exactly.
 SATURATION_INPUT, SATURATION_OUTPUT = "activations", "sums"

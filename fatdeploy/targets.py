@@ -1,4 +1,4 @@
-"""What a bundle can be exported for: one record per target, which everybody asks. Adding a target starts here."""
+"""What a bundle can be exported for: one record per target, which all code consults. Adding a target starts here."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ DEFAULT_TARGET: Target = "ort-cpu"
 
 @dataclass(frozen=True, kw_only=True)
 class TargetRecord:
-    """What the project knows of a target.
+    """What the project knows about a target.
 
-    ``limit`` says why the other precisions are missing. ``providers`` are where onnxruntime runs its graphs by default.
+    ``limit`` says why the other precisions are missing. ``providers`` run its graphs in onnxruntime by default.
     ``flavour`` is the TensorRT that builds and runs its engines; they are built from the graphs of ``graph_target``.
     ``builds_ahead`` means that they can be built on a machine without the GPU. ``run_packages`` and
     ``build_packages`` are the names of the packages that running and building need.

@@ -20,6 +20,7 @@ from fatdeploy.bundle import Bundle, write_manifest
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.training.tokenizers import built_tokenizer
 from fatdeploy.manifest import TOKENIZER
+from fatdeploy.runtimes.decoding import sources
 from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.engines.ort.buffers import MOST_WAITING
 from fatdeploy.runtimes.text.tokenizer_json import Kind
@@ -64,7 +65,7 @@ def test_characters_that_the_tokenizer_does_not_know_are_told_once_a_call(
         model.generate(["aéb", "Xé", "abc"], SHORT)
         list(model.stream("\n", SHORT))
         model.generate(["0123456789KL"], SHORT)
-    said = "characters that the tokenizer does not know are read as <unk>: "
+    said = "unknown characters are read as <unk>: "
     named = ["'é', 'X'", r"'\n'", "'0', '1', '2', '3', '4', '5', '6', '7', '8', '9' and 2 more"]
     assert caplog.messages == [said + names for names in named]
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
@@ -144,7 +145,7 @@ def test_a_damaged_tokenizer_is_an_error_of_the_bundle(tmp_path: Path) -> None:
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
     bundle = bundle_with_text(tmp_path / "bundle", size=65)
-    with pytest.raises(BundleError, match=r"tokenizer\.json has 65 tokens, the model 64: it is another model's"):
+    with pytest.raises(BundleError, match=r"tokenizer\.json has 65 tokens, the model 64: it belongs to another model"):
         fatdeploy.load(bundle.path)
 
 
@@ -241,3 +242,44 @@ def test_a_bundle_is_loaded_and_decoded_where_torch_and_its_like_cannot_be_impor
     assert run.stderr == ""
     expected: list[Hypothesis] = decode(EagerEngine(model_of("fat-tiny")), sources, SHORT)
     assert json.loads(run.stdout) == [list(one.tokens) for one in expected]
+
+
+def test_a_source_is_tokenised_once_and_checked_once_on_its_way_in(
+    text_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = fatdeploy.load(text_bundle.path, threads=1, spinning=False)
+    expected = model.generate(["w9 w30", [5, 6]], SHORT)
+    tokenised, checked = [], []
+    encoded, wrong_source = model._tokenizer.encoded, sources.wrong_source
+    monkeypatch.setattr(model._tokenizer, "encoded", lambda text: (tokenised.append(text), encoded(text))[1])
+    for module in (sources, fatdeploy.runtimes.model):
+        monkeypatch.setattr(
+            module, "wrong_source", lambda row, spec: (checked.append(row.tolist()), wrong_source(row, spec))[1]
+        )
+    assert model.generate(["w9 w30", [5, 6]], SHORT) == expected
+    assert (tokenised, checked) == (["w9 w30"], [[9, 30, 2], [5, 6]])
+    tokenised.clear()
+    checked.clear()
+    readable = [model.read("w9 w30"), model.read([5, 6])]
+    assert model.generate(readable, SHORT) == expected
+    assert list(model.stream(readable[0], SHORT))[-1].hypothesis == expected[0]
+    assert (tokenised, checked) == (["w9 w30"], [[9, 30, 2], [5, 6]])
+
+
+def test_a_source_that_was_read_keeps_what_was_cut_and_one_that_cannot_be_read_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = fatdeploy.load(bundle_of(TINY).path)
+    long = [7] * 300
+    with pytest.raises(SpecMismatch, match=r"^has 300 tokens, more than max_source = 256 \(truncate"):
+        model.read(long)
+    assert not caplog.messages
+    assert model.generate([model.read(long, truncate=True)], SHORT) == model.generate([long], SHORT, truncate=True)
+    assert caplog.messages == ["sources cut to max_source = 256: tokens dropped [44]"] * 2
+
+
+def test_sources_may_come_from_a_generator_and_are_checked_all_the_same() -> None:
+    model = fatdeploy.load(bundle_of(TINY).path)
+    assert model.generate((row for row in [[5], [6]]), SHORT) == model.generate([[5], [6]], SHORT)  # type: ignore[arg-type]
+    with pytest.raises(SpecMismatch, match="source 1: ids must lie in 0…63, found 64"):
+        model.generate((row for row in [[5], [64]]), SHORT)  # type: ignore[arg-type]

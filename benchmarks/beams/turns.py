@@ -161,7 +161,7 @@ def memory(turn: BeamTurn, sizes: BeamSizes) -> dict[str, Any]:
         held = []
         while decoding.advance():
             held.append(_held_bytes(engine))
-        found = decoding.found()
+        found = decoding.results()
     if [one.tokens for one in found] != [tuple(best) for best in expected.tokens[:, 0].tolist()]:
         raise SystemExit("the tokens are not those of the reference: nothing was recorded")
     return {

@@ -63,7 +63,7 @@ def timed_search(
         first = time.perf_counter()
         while goes_on:
             goes_on = decoding.advance()
-        found = decoding.found()
+        found = decoding.results()
     ended = time.perf_counter()
     phases = {"encode": encoded - started, "first_token": first - encoded, "end_to_end": ended - started}
     if target > 1:

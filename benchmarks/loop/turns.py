@@ -129,7 +129,7 @@ def decoded(
         step = 0
         while advance(decoding, step):
             step += 1
-        return decoding.found()
+        return decoding.results()
 
 
 def allocated(

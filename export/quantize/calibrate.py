@@ -15,7 +15,7 @@ from fatdeploy.export.graph_files import read_structure, write_structure
 from fatdeploy.export.quantize.integers import Floats
 from fatdeploy.export.quantize.matrices import products_of, tensor_from_array
 from fatdeploy.manifest import DECODER, ENCODER
-from fatdeploy.runtimes.decoding.loop import padded
+from fatdeploy.runtimes.decoding.sources import padded
 from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
 from fatdeploy.runtimes.engines.protocol import Want
 from fatdeploy.spec import ModelSpec, TensorSpec, Tokens

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from fatdeploy.errors import ConfigError
 from fatdeploy.pairs import error_of_lines, read_sources
-from fatdeploy.runtimes.decoding.loop import wrong_source
+from fatdeploy.runtimes.decoding.sources import wrong_source
 from fatdeploy.runtimes.text.token_ids import ids_from_text
 from fatdeploy.runtimes.text.tokenizer import Tokenizer
 from fatdeploy.spec import ModelSpec, Tokens

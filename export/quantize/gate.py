@@ -10,8 +10,9 @@ from fatdeploy.certificate import MetricChange, TokenAgreement
 from fatdeploy.errors import BackendUnavailable, ConfigError, in_one_line
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.quantize.examples import Example
-from fatdeploy.runtimes.decoding.loop import decode, padded
+from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.decoding.sources import padded
 from fatdeploy.runtimes.engines.protocol import Engine, Floats
 from fatdeploy.runtimes.evaluation.metrics import METRICS, OF_TEXT, need_sacrebleu
 from fatdeploy.runtimes.proof.gate import BATCH, Material, material_logits, token_agreement

@@ -89,7 +89,7 @@ def timed_decode(
             marks.append(clock())
             if mark is not None:
                 mark()
-        results = decoding.found()
+        results = decoding.results()
     ended = clock()
     seconds = np.diff(marks).tolist()
     device = None if stopwatch is None else tuple(stopwatch.seconds())

@@ -1,179 +1,99 @@
-"""The options of ``fatdeploy run`` that say how to decode, and what they become."""
+"""The options of the command line that say how to decode, made from the fields of ``DecodeOptions``."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from fatdeploy.errors import ConfigError
+from fatdeploy.runtimes.decoding.bounds import Bound, Flag, Number, Whole
+from fatdeploy.runtimes.decoding.options import OPTIONS, DecodeOptions
 from fatdeploy.runtimes.text.token_ids import ids_from_text
-
-if TYPE_CHECKING:
-    # Not at run time: a command's help must not need numpy.
-    from fatdeploy.runtimes.decoding.options import DecodeOptions
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 EARLY_STOPPING: dict[str, bool | str] = {"yes": True, "no": False, "never": "never"}
 
+# Fields that are not typed: processors are functions, and ``run`` has a --scores of its own, which also prints them.
+NOT_TYPED = ("processors", "scores")
 
-class DecodeArguments(TypedDict):
-    """What the options below become; the names are those of DecodeOptions."""
+# Names on the command line that are not the name of the field.
+SPELLINGS = {
+    "num_beams": ("--beams", "--num-beams"),
+    "num_return_sequences": ("--n-best", "--num-return-sequences"),
+    "no_repeat_ngram_size": ("--no-repeat-ngram",),
+    "suppress_tokens": ("--suppress",),
+    "forced_tokens": ("--force",),
+    "bad_words": ("--bad-word",),
+    "timeout_s": ("--timeout",),
+}
 
-    max_new_tokens: int | None
-    min_new_tokens: int
-    num_beams: int
-    length_penalty: float
-    early_stopping: str
-    num_return_sequences: int
-    sample: bool
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    prefix: str
-    repetition_penalty: float
-    no_repeat_ngram_size: int
-    suppress_tokens: tuple[int, ...]
-    forced_tokens: tuple[tuple[int, int], ...]
-    bad_words: tuple[str, ...]
-    stop: tuple[str, ...]
-    shortlist: Path | None
-    length_candidates: int
-    timeout_s: float | None
+# Values that are typed as something else than what the field contains; ``options_from_arguments`` converts them.
+TYPED: dict[str, dict[str, Any]] = {
+    "early_stopping": {"type": click.Choice(list(EARLY_STOPPING)), "default": "no", "show_default": True},
+    "prefix": {"default": "", "metavar": "TEXT"},
+    "no_repeat_ngram_size": {"metavar": "N"},
+    "suppress_tokens": {"type": click.IntRange(0), "multiple": True, "metavar": "ID"},
+    "forced_tokens": {"type": (click.IntRange(0), click.IntRange(0)), "multiple": True, "metavar": "N ID"},
+    "bad_words": {"multiple": True, "metavar": "IDS"},
+    "stop": {"multiple": True, "metavar": "TEXT"},
+    "shortlist": {"type": click.Path(path_type=Path)},
+    "timeout_s": {"metavar": "SECONDS"},
+}
 
-
-POSITIVE, WHOLE = click.FloatRange(0, min_open=True), click.IntRange(0)
-
-OPTIONS = (
-    click.option(
-        "--max-new-tokens", type=click.IntRange(1), help="Most tokens a target; the model's limit unless said."
-    ),
-    click.option(
-        "--min-new-tokens", type=WHOLE, default=0, show_default=True, help="Fewest tokens a target, EOS not counted."
-    ),
-    click.option(
-        *("--beams", "--num-beams", "num_beams"),
-        type=click.IntRange(1),
-        default=1,
-        show_default=True,
-        help="Beams of a beam search, with Hugging Face's semantics; 1 is greedy.",
-    ),
-    click.option(
-        "--length-penalty", type=float, default=1.0, show_default=True, help="Above 1 beams prefer long targets."
-    ),
-    click.option(
-        "--early-stopping",
-        type=click.Choice(list(EARLY_STOPPING)),
-        default="no",
-        show_default=True,
-        help="Stop when as many targets as beams are complete; 'never': only when none can become better.",
-    ),
-    click.option(
-        *("--n-best", "--num-return-sequences", "num_return_sequences"),
-        type=click.IntRange(1),
-        default=1,
-        show_default=True,
-        help="Targets of each source: the best of its beams, or so many samples.",
-    ),
-    click.option("--sample", is_flag=True, help="Draw tokens instead of taking the best."),
-    click.option(
-        "--temperature", type=POSITIVE, default=1.0, show_default=True, help="Below 1 samples are more likely ones."
-    ),
-    click.option("--top-k", type=WHOLE, default=0, show_default=True, help="Draw among so many best tokens; 0 is all."),
-    click.option(
-        "--top-p",
-        type=click.FloatRange(0, 1, min_open=True),
-        default=1.0,
-        show_default=True,
-        help="Draw among the fewest tokens that reach this probability together.",
-    ),
-    click.option(
-        "--min-p",
-        type=click.FloatRange(0, 1, max_open=True),
-        default=0.0,
-        show_default=True,
-        help="Draw among tokens with at least this part of the best one's probability.",
-    ),
-    click.option("--seed", type=WHOLE, default=0, show_default=True, help="Of the samples."),
-    click.option("--prefix", default="", metavar="TEXT", help="What every target begins with; token ids with --ids."),
-    click.option(
-        "--repetition-penalty",
-        type=POSITIVE,
-        default=1.0,
-        show_default=True,
-        help="Above 1 makes what was said less likely.",
-    ),
-    click.option(
-        "--no-repeat-ngram",
-        "no_repeat_ngram_size",
-        type=WHOLE,
-        default=0,
-        show_default=True,
-        metavar="N",
-        help="Say no N tokens in a row twice.",
-    ),
-    click.option(
-        "--suppress", "suppress_tokens", type=WHOLE, multiple=True, metavar="ID", help="Never say this token."
-    ),
-    click.option(
-        "--force",
-        "forced_tokens",
-        type=(WHOLE, WHOLE),
-        multiple=True,
-        metavar="N ID",
-        help="Say this token after N new ones.",
-    ),
-    click.option(
-        "--bad-word", "bad_words", multiple=True, metavar="IDS", help="Never say these token ids in a row, in quotes."
-    ),
-    click.option(
-        "--stop", multiple=True, metavar="TEXT", help="End a target where it says this; token ids with --ids."
-    ),
-    click.option(
-        "--shortlist",
-        type=click.Path(path_type=Path),
-        help="A file with the only token ids that may be said, beside EOS: quicker than all of them.",
-    ),
-    click.option(
-        "--length-candidates",
-        type=click.IntRange(1),
-        default=1,
-        show_default=True,
-        help="Lengths to try, of parallel models with a length head.",
-    ),
-    click.option(
-        *("--timeout", "timeout_s"),
-        type=POSITIVE,
-        metavar="SECONDS",
-        help="Give up what is not complete by then: of each --batch-size sources, or of each one with --stream.",
-    ),
-)
+DEFAULTS = {field.name: field.default for field in fields(DecodeOptions)}
 
 
-def decode_options(command: Command) -> Command:
-    """Add the options that say how to decode."""
-    for option in reversed(OPTIONS):
-        command = option(command)
-    return command
+def decode_options(*names: str) -> Callable[[Command], Command]:
+    """Add the options of these fields of ``DecodeOptions`` to a command; without names, all that can be typed."""
+    chosen = names or [name for name in OPTIONS if name not in NOT_TYPED]
+
+    def add(command: Command) -> Command:
+        for name in reversed(chosen):
+            command = _option(name)(command)
+        return command
+
+    return add
 
 
-def options_from_arguments(arguments: DecodeArguments, *, as_ids: bool, scores: bool) -> "DecodeOptions":
-    """Return what was typed as DecodeOptions."""
-    from fatdeploy.runtimes.decoding.options import DecodeOptions
+def _option(name: str) -> Callable[[Command], Command]:
+    record = OPTIONS[name]
+    spellings = SPELLINGS.get(name, (f"--{name.replace('_', '-')}",))
+    settings = _settings(record.bound, DEFAULTS[name]) | TYPED.get(name, {})
+    return click.option(*spellings, name, help=record.help, **settings)
 
-    given: dict[str, Any] = {**arguments}
-    stop, prefix = arguments["stop"], arguments["prefix"]
-    given["early_stopping"] = EARLY_STOPPING[arguments["early_stopping"]]
-    given["bad_words"] = [ids_from_text("--bad-word", word) for word in arguments["bad_words"]]
-    given["stop"] = [ids_from_text("--stop", one) for one in stop] if as_ids else list(stop)
-    # An empty text is no prefix: it needs no tokenizer.
-    given["prefix"] = ids_from_text("--prefix", prefix) if as_ids or not prefix else prefix
-    given["forced_tokens"] = list(arguments["forced_tokens"])
-    given["shortlist"] = None if arguments["shortlist"] is None else _listed_ids(arguments["shortlist"])
-    return DecodeOptions(**given, scores=scores)
+
+def _settings(bound: Bound, default: object) -> dict[str, Any]:
+    """Return what click must know about a value within a bound."""
+    shown = {} if default is None else {"default": default, "show_default": True}
+    match bound:
+        case Whole():
+            return {"type": click.IntRange(bound.least), **shown}
+        case Number(low=None, high=None):
+            return {"type": float, **shown}
+        case Number():
+            limits = {"min_open": bound.low_open, "max_open": bound.high_open}
+            return {"type": click.FloatRange(bound.low, bound.high, **limits), **shown}
+        case Flag():
+            return {"is_flag": True}
+    return {}
+
+
+def options_from_arguments(arguments: dict[str, Any], *, as_ids: bool, scores: bool) -> DecodeOptions:
+    """Return the arguments of a command as DecodeOptions."""
+    prefix, shortlist = arguments["prefix"], arguments["shortlist"]
+    converted = {
+        "early_stopping": EARLY_STOPPING[arguments["early_stopping"]],
+        "bad_words": [ids_from_text("--bad-word", word) for word in arguments["bad_words"]],
+        "stop": [ids_from_text("--stop", stop) if as_ids else stop for stop in arguments["stop"]],
+        # An empty text is no prefix and needs no tokenizer.
+        "prefix": ids_from_text("--prefix", prefix) if as_ids or not prefix else prefix,
+        "forced_tokens": list(arguments["forced_tokens"]),
+        "shortlist": None if shortlist is None else _listed_ids(shortlist),
+    }
+    return DecodeOptions(**{**arguments, **converted}, scores=scores)
 
 
 def _listed_ids(path: Path) -> list[int]:

@@ -5,14 +5,14 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from fatdeploy.errors import BackendUnavailable, ConfigError
 from fatdeploy.pairs import read_pairs
+from fatdeploy.runtimes.commands.decode_options import decode_options
 from fatdeploy.runtimes.commands.engine_options import (
-    EngineArguments,
     batch_tokens_option,
     engine_options,
     popped_engine_arguments,
@@ -20,6 +20,7 @@ from fatdeploy.runtimes.commands.engine_options import (
 )
 from fatdeploy.runtimes.commands.progress import progress_bar
 from fatdeploy.runtimes.commands.run_output import check_output_file, write_output_file
+from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.evaluation.metrics import METRICS, OF_TEXT, Score, need_sacrebleu
 from fatdeploy.runtimes.text.token_ids import PlainSource
 from fatdeploy.tables import aligned
@@ -29,18 +30,6 @@ if TYPE_CHECKING:
     from fatdeploy.runtimes.evaluation.evaluate import DecodedSources, EvaluationSource
 
 log = logging.getLogger("fatdeploy")
-
-
-class EvalDecodeArguments(TypedDict):
-    """How to decode; the names are those of DecodeOptions."""
-
-    num_beams: int
-    length_penalty: float
-    max_new_tokens: int | None
-
-
-class EvalArguments(EvalDecodeArguments, EngineArguments):
-    """The options that the command only passes on."""
 
 
 def names_from_text(_context: click.Context, _option: click.Parameter, texts: tuple[str, ...]) -> list[str]:
@@ -105,19 +94,7 @@ Examples:
 )
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Evaluate only the first N sources.")
 @truncate_option
-@click.option(
-    *("--beams", "--num-beams", "num_beams"),
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Number of beams; 1 is greedy.",
-)
-@click.option(
-    "--length-penalty", type=float, default=1.0, show_default=True, help="Above 1, beams prefer long targets."
-)
-@click.option(
-    "--max-new-tokens", type=click.IntRange(1), help="Maximum tokens per target (default: the model's limit)."
-)
+@decode_options("num_beams", "length_penalty", "max_new_tokens")
 @batch_tokens_option
 @click.option(
     "--output",
@@ -138,14 +115,13 @@ def eval(  # noqa: A001 - the name of the command
     batch_tokens: int,
     output: Path | None,
     as_json: bool,
-    **arguments: Unpack[EvalArguments],
+    **arguments: Any,
 ) -> None:
     """Measure the quality of a bundle on pairs: lines of source, TAB, target.
 
     A source on several lines has several references, and matching any of them is right. If lines are not pairs, all of
     them are reported at once and nothing is decoded.
     """
-    from fatdeploy.runtimes.decoding.options import DecodeOptions
     from fatdeploy.runtimes.evaluation.evaluate import (
         check_examples,
         decoded,
@@ -158,7 +134,7 @@ def eval(  # noqa: A001 - the name of the command
     names = chosen_metrics(names, as_ids, ignored)
     check_output(output, pairs)
     engine = popped_engine_arguments(arguments)
-    options = DecodeOptions(**cast("EvalDecodeArguments", arguments))
+    options = DecodeOptions(**arguments)
     lines = read_pairs(pairs)
     with load(bundle, **engine) as model:
         if as_ids:

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from fatdeploy.errors import ConfigError
-from fatdeploy.runtimes.commands.decode_options import DecodeArguments, decode_options, options_from_arguments
+from fatdeploy.errors import ConfigError, SpecMismatch
+from fatdeploy.runtimes.commands.decode_options import decode_options, options_from_arguments
 from fatdeploy.runtimes.commands.engine_options import (
-    EngineArguments,
     batch_tokens_option,
     engine_options,
     popped_engine_arguments,
@@ -29,15 +28,11 @@ if TYPE_CHECKING:
     from click._termui_impl import ProgressBar
 
     from fatdeploy.runtimes.decoding.hypothesis import Finish, Hypothesis
-    from fatdeploy.runtimes.model import Model
+    from fatdeploy.runtimes.model import Model, ReadSource
 
 log = logging.getLogger("fatdeploy")
 
 Item = TypeVar("Item")
-
-
-class RunArguments(DecodeArguments, EngineArguments):
-    """The options that the command only passes on."""
 
 
 @click.command(
@@ -67,7 +62,7 @@ Examples:
     help="Write which source token each target token attends to; needs a bundle exported with --attention.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
-@decode_options
+@decode_options()
 @engine_options
 def run(
     bundle: Path,
@@ -80,7 +75,7 @@ def run(
     scores: bool,
     alignments: bool,
     as_json: bool,
-    **arguments: Unpack[RunArguments],
+    **arguments: Any,
 ) -> None:
     """Decode texts, or the lines of standard input.
 
@@ -100,15 +95,13 @@ def run(
         sources = checked(model, read_sources(texts, as_ids), truncate)
         if stream:
             finishes = Counter(
-                output.write_stream(source, model.stream(source, options, truncate=truncate)) for source in sources
+                output.write_stream(source, model.stream(readable, options)) for source, readable in sources
             )
         else:
             # Lines typed by hand are answered one by one.
             size = 1 if not texts and sys.stdin.isatty() else batch_size
             with decoding_bar(len(texts)) as bar:
-                generate = partial(
-                    model.generate, options=options, truncate=truncate, batch_tokens=batch_tokens, progress=bar.update
-                )
+                generate = partial(model.generate, options=options, batch_tokens=batch_tokens, progress=bar.update)
                 finishes = Counter(write_batches(batches(sources, size), generate, output))
     if finishes["cancelled"]:
         log.warning(
@@ -118,14 +111,14 @@ def run(
 
 
 def write_batches(
-    source_batches: Iterable[list[PlainSource]],
-    generate: "Callable[[list[PlainSource]], list[Hypothesis]]",
+    source_batches: "Iterable[list[tuple[PlainSource, ReadSource]]]",
+    generate: "Callable[[list[ReadSource]], list[Hypothesis]]",
     output: Output,
 ) -> "Iterator[Finish]":
     """Write the results of each batch as soon as they are ready; yield how each target finished."""
     numbers = count()
     for batch in source_batches:
-        for source, result in zip(batch, generate(batch), strict=True):
+        for (source, _), result in zip(batch, generate([readable for _, readable in batch]), strict=True):
             click.echo("\n".join(output.lines(next(numbers), source, result)))
             yield from (hypothesis.finish for hypothesis in (result, *result.alternatives))
 
@@ -154,13 +147,16 @@ def numbered_lines(stream: Iterable[bytes]) -> Iterator[tuple[str, str]]:
             raise ConfigError(f"line {number}: expected UTF-8, found byte {line[error.start]:#04x}") from error
 
 
-def checked(model: "Model", sources: Iterable[tuple[str, PlainSource]], truncate: bool) -> Iterator[PlainSource]:
-    """Yield sources that the model accepts; raise at the first that it does not, with its place."""
+def checked(
+    model: "Model", sources: Iterable[tuple[str, PlainSource]], truncate: bool
+) -> "Iterator[tuple[PlainSource, ReadSource]]":
+    """Yield each source and what the model reads; an error names the place of the first that it cannot read."""
     for place, source in sources:
-        reason = model.refusal(source, truncate=truncate)
-        if reason:
-            raise ConfigError(f"{place}: {reason}")
-        yield source
+        try:
+            readable = model.read(source, truncate=truncate)
+        except SpecMismatch as error:
+            raise ConfigError(f"{place}: {error}") from error
+        yield source, readable
 
 
 def batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:

@@ -1,4 +1,4 @@
-"""Beam search with Hugging Face's semantics, a source at a time: no source knows of the others in its batch."""
+"""Beam search with Hugging Face's semantics; the sources of a batch are independent."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from fatdeploy.runtimes.decoding.search import Move, Task, stays
 from fatdeploy.runtimes.engines.protocol import Floats, Rows, StepOut, Want
 from fatdeploy.spec import Tokens
 
-# Of a row's scores, when the best of them are looked for: more are slower to look through, fewer let more scores pass.
-GROUPS, GROUPS_A_COLUMN = 256, 8
+# Groups of a row's scores when the best are searched: more take longer to scan, fewer let more scores pass.
+GROUPS, GROUPS_PER_COLUMN = 256, 8
 
 
 class Node(NamedTuple):
-    """A token and what it continues: hypotheses share their beginnings, and a step adds one node each."""
+    """A token and its predecessor: hypotheses share their beginnings, and a step adds one node to each."""
 
     before: Optional["Node"]
     token: int
@@ -40,7 +40,7 @@ class Finished:
 class Candidates(NamedTuple):
     """The best continuations of a source's rows, best first."""
 
-    ranks: list[int]  # of the hypotheses that they continue
+    ranks: list[int]  # ranks of the hypotheses that they continue
     tokens: list[int]
     log_probs: list[float]
     totals: Floats
@@ -52,31 +52,31 @@ class Beam:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.width = task.options.num_beams
-        # One row at first: the others would only repeat it.
+        # One row at first: others would only repeat it.
         self.scores = np.zeros(1, np.float32)  # sums of log-probabilities
         self.nodes: list[Node | None] = [None]
-        self.places = [0]  # which of the source's rows in the engine holds each hypothesis
+        self.places = [0]  # the row of the source, in the engine, that has each hypothesis
         self.finished: list[Finished] = []
         self.length = 0
-        self.hopeful = True  # a running hypothesis may still beat the complete ones
+        self.can_improve = True  # a running hypothesis may still beat the complete ones
         self.stuck = False  # every continuation is complete or forbidden
 
     @property
     def over(self) -> bool:
-        """Whether nothing that follows can change the result."""
-        return self._full or not self.hopeful or self.stuck
+        """Whether further steps cannot change the result."""
+        return self._full or not self.can_improve or self.stuck
 
     @property
     def _full(self) -> bool:
         return self.task.options.early_stopping is True and len(self.finished) == self.width
 
     def advance(self, log_probs: Floats, ids: Tokens, attention: Floats | None) -> tuple[list[int], list[int]]:
-        """Take the best continuations [rows, k] of each row; return the parent and the token of each row from now on.
+        """Take the best continuations [rows, k] of each row; return the parent and the next token of each row.
 
-        k is at least twice the number of beams: as many may be complete and leave as stay.
+        k is at least twice the number of beams, so that enough remain if half of them are complete.
         """
         best = self._candidates(log_probs, ids)
-        if not best.totals[0] > NEG_INF and not self.finished:  # nor is what is no number
+        if not best.totals[0] > NEG_INF and not self.finished:  # true for NaN as well
             check_something_is_left(best.totals[:1], self.length)
         nodes = [self._node(best, index, attention) for index in range(len(best.tokens))]
         ends = [self._end(node) for node in nodes]
@@ -84,15 +84,15 @@ class Beam:
         return self._go_on(best, nodes, [end is not None for end in ends])
 
     def cancelled(self) -> list[Finished]:
-        """Return what there is when time is over: complete hypotheses before the running ones, each by score."""
+        """Return the hypotheses at the deadline: complete ones before running ones, each by score."""
         penalty = float(max(self.length, 1) ** self.task.options.length_penalty)
         running = [
             Finished(node, float(score) / penalty, "cancelled", self.length)
             for node, score in zip(self.nodes, self.scores, strict=True)
             if score > NEG_INF
         ]
-        # A complete one is cancelled too: a search that went on might have found a better one.
-        complete = [replace(one, finish="cancelled") for one in self.finished]
+        # A complete one is cancelled too: with more time the search might have found a better one.
+        complete = [replace(hypothesis, finish="cancelled") for hypothesis in self.finished]
         return (complete + running)[: self.width]
 
     def _candidates(self, log_probs: Floats, ids: Tokens) -> Candidates:
@@ -106,11 +106,11 @@ class Beam:
 
     def _node(self, best: Candidates, index: int, attention: Floats | None) -> Node:
         rank = best.ranks[index]
-        seen = None if attention is None else attention[self.places[rank]]
-        return Node(self.nodes[rank], best.tokens[index], best.log_probs[index], seen)
+        weights = None if attention is None else attention[self.places[rank]]
+        return Node(self.nodes[rank], best.tokens[index], best.log_probs[index], weights)
 
     def _end(self, node: Node) -> tuple[Finish, int] | None:
-        """Return how a continuation ends, if it does, and how many tokens of it count."""
+        """Return how a continuation ends and how many of its tokens count; None if it goes on."""
         if node.token == self.task.spec.eos_id:
             return "eos", self.length
         if self.task.stops:
@@ -120,7 +120,7 @@ class Beam:
         return ("length", self.length + 1) if self.length + 1 == self.task.limit else None
 
     def _finish(self, best: Candidates, nodes: list[Node], ends: list[tuple[Finish, int] | None]) -> None:
-        """Let complete hypotheses among the best ones compete with those that there are."""
+        """Let new complete hypotheses compete with the earlier ones."""
         penalty = np.float32((self.length + 1) ** self.task.options.length_penalty)
         new = [
             Finished(node, float(total / penalty), *end)
@@ -128,42 +128,42 @@ class Beam:
             if end is not None and total > -np.inf
         ]
         if new:
-            # Sorting is stable: of equal ones the earlier is the better.
-            self.finished = sorted(self.finished + new, key=lambda one: -one.score)[: self.width]
+            # Sorting is stable: among equals the earlier one is better.
+            self.finished = sorted(self.finished + new, key=lambda hypothesis: -hypothesis.score)[: self.width]
 
     def _go_on(self, best: Candidates, nodes: list[Node], complete: list[bool]) -> tuple[list[int], list[int]]:
-        """Keep the best that are not complete, each in its parent's row if no better one is there already."""
+        """Keep the best incomplete ones, each in its parent's row unless a better one is there."""
         totals = np.where(complete, NEG_INF, best.totals)
         kept = np.argsort(-totals, kind="stable")[: self.width].tolist()
         self.stuck = bool(totals[kept[0]] == NEG_INF)
-        parents = [self.places[best.ranks[one]] for one in kept]
+        parents = [self.places[best.ranks[index]] for index in kept]
         self.places = placed(parents, self.width)
-        self.scores, self.nodes = totals[kept], [nodes[one] for one in kept]
+        self.scores, self.nodes = totals[kept], [nodes[index] for index in kept]
         self.length += 1
-        self.hopeful = self._can_improve()
+        self.can_improve = self._may_beat_the_worst()
         origins, tokens = [0] * self.width, [0] * self.width
-        for place, parent, one in zip(self.places, parents, kept, strict=True):
-            origins[place], tokens[place] = parent, best.tokens[one]
+        for place, parent, index in zip(self.places, parents, kept, strict=True):
+            origins[place], tokens[place] = parent, best.tokens[index]
         return origins, tokens
 
-    def _can_improve(self) -> bool:
-        """Whether the best running hypothesis, taken as long as it is or as it may become, beats the worst complete."""
+    def _may_beat_the_worst(self) -> bool:
+        """Whether the best running hypothesis, at its present or its longest length, beats the worst complete one."""
         if len(self.finished) < self.width:
             return True
         options = self.task.options
-        latest = options.early_stopping == "never" and options.length_penalty > 0
-        length = self.task.limit if latest else self.length
+        at_longest = options.early_stopping == "never" and options.length_penalty > 0
+        length = self.task.limit if at_longest else self.length
         return bool(self.scores[0] / np.float32(length**options.length_penalty) > self.finished[-1].score)
 
 
 def placed(parents: Sequence[int], width: int) -> list[int]:
-    """Return a row for each hypothesis: the first child of a row stays there, so that few rows are copied."""
+    """Return a row for each hypothesis: the first child of a row stays in it, so that few rows are copied."""
     free = [place for place in range(width) if place not in parents]
-    taken: set[int] = set()
+    occupied: set[int] = set()
     places = []
     for parent in parents:
-        places.append(free.pop() if parent in taken else parent)
-        taken.add(parent)
+        places.append(free.pop() if parent in occupied else parent)
+        occupied.add(parent)
     return places
 
 
@@ -177,7 +177,7 @@ def path(node: Node | None) -> list[Node]:
 
 
 def last_tokens(node: Node | None, most: int | None) -> list[int]:
-    """Return the tokens that lead to a node, or at most so many of the last."""
+    """Return the last ``most`` tokens that lead to a node; all of them if it is None."""
     tokens: list[int] = []
     while node is not None and len(tokens) != most:
         tokens.append(node.token)
@@ -192,22 +192,22 @@ class BeamSearch:
         self.task, self.scorer = task, scorer
         self.width = task.options.num_beams
         self.beams = [Beam(task) for _ in task.sources]
-        self.running = list(self.beams)  # those with rows in the engine
-        self.rows = 1  # a source
-        # [R, n], what each row has read, and a second one to move rows into; only controls ask.
+        self.running = list(self.beams)  # beams with rows in the engine
+        self.rows = 1  # per source
+        # [R, n], the tokens that each row has read, and a second array to move rows into; only for processors.
         self._tokens: Tokens | None = None
         self._moved: Tokens | None = None
         self._chooser = Chooser(2 * self.width)
 
     @property
     def want(self) -> Want:
-        """The engine's own choice of the best, where it is wide enough and nothing is to be changed."""
+        """The engine's own top k where k is large enough and nothing changes the scores."""
         enough = 2 * self.width <= min(self.task.spec.top_k, self.task.spec.vocab_size)
         plain = not self.scorer.processors and self.task.options.shortlist is None
         return Want.TOPK if enough and plain else self.scorer.want
 
     def start(self) -> Move:
-        """Return BOS and the prefix, one row a source: beams begin where rows differ."""
+        """Return BOS and the prefix, one row per source: beams begin where rows differ."""
         tokens = np.tile(np.array(self.task.prompt, np.int64), (len(self.beams), 1))
         if self.scorer.processors:
             shape = len(self.beams) * self.width, len(self.task.prompt) + self.task.limit
@@ -216,31 +216,31 @@ class BeamSearch:
         return Move(tokens)
 
     def advance(self, out: StepOut) -> Move | None:
-        """Continue every beam; those that are over leave when it pays."""
+        """Continue every beam; finished ones leave the batch when that pays."""
         log_probs, ids = self._best(out)
         attention = None if out.attention is None else out.attention[:, :, -1].mean(1)
         origins, tokens = [], []
         for index, beam in enumerate(self.running):
             rows = slice(index * self.rows, (index + 1) * self.rows)
-            seen = None if attention is None else attention[rows]
-            own = self._idle() if beam.over else beam.advance(log_probs[rows], ids[rows], seen)
-            origins.append([rows.start + origin for origin in own[0]])
-            tokens.append(own[1])
+            weights = None if attention is None else attention[rows]
+            parents, chosen = self._idle() if beam.over else beam.advance(log_probs[rows], ids[rows], weights)
+            origins.append([rows.start + parent for parent in parents])
+            tokens.append(chosen)
         alive = np.array([not beam.over for beam in self.running])
         if not alive.any():
             return None
         return self._move(np.array(origins), np.array(tokens), alive)
 
-    def said(self, source: int) -> tuple[int, ...]:
-        """Return what the best running hypothesis of a source says; a later step may prefer another."""
-        return tuple(one.token for one in path(self.beams[source].nodes[0]))
+    def tokens_so_far(self, source: int) -> tuple[int, ...]:
+        """Return the tokens of a source's best running hypothesis; a later step may prefer another."""
+        return tuple(node.token for node in path(self.beams[source].nodes[0]))
 
-    def found(self) -> list[list[RawTarget]]:
+    def results(self) -> list[list[RawTarget]]:
         """Return each source's hypotheses, best first."""
-        return [self._found(beam, len(source)) for beam, source in zip(self.beams, self.task.sources, strict=True)]
+        return [self._targets(beam, len(source)) for beam, source in zip(self.beams, self.task.sources, strict=True)]
 
     def _idle(self) -> tuple[list[int], list[int]]:
-        """Return rows that stay and read padding."""
+        """Return rows that stay in place and read padding."""
         return [min(row, self.rows - 1) for row in range(self.width)], [self.task.spec.pad_id] * self.width
 
     def _best(self, out: StepOut) -> tuple[Floats, Tokens]:
@@ -249,8 +249,8 @@ class BeamSearch:
             return out.top_log_probs[:, -1], out.top_ids[:, -1]
         scores = self.scorer.log_probs(self.scorer.logits(out))
         if self._tokens is not None:
-            # Controls change log-probabilities here and are not followed by a new normalisation: so does transformers.
-            scores = self.scorer.controlled(scores, self._tokens[: len(scores), : self._place])
+            # As in transformers, processors change log-probabilities here, and nothing normalises them again.
+            scores = self.scorer.processed(scores, self._tokens[: len(scores), : self._place])
         log_probs, columns = self._chooser.best(scores)
         return log_probs, columns if self.scorer.ids is None else self.scorer.ids[columns]
 
@@ -261,7 +261,7 @@ class BeamSearch:
     def _move(self, origins: NDArray[np.int64], tokens: Tokens, alive: NDArray[np.bool_]) -> Move:
         if not stays(alive):
             origins, tokens = origins[alive], tokens[alive]
-            self.running = [beam for beam, one in zip(self.running, alive, strict=True) if one]
+            self.running = [beam for beam, is_alive in zip(self.running, alive, strict=True) if is_alive]
         parents = origins.ravel()
         if self._tokens is not None:
             self._remember(parents, tokens.ravel())
@@ -271,30 +271,31 @@ class BeamSearch:
 
     def _remember(self, parents: Rows, tokens: Tokens) -> None:
         if self._tokens is not None and self._moved is not None:
-            # Rows are within range; told to check it, numpy would make a copy of its own first.
+            # The rows are within range; in its checking mode numpy would make a copy first.
             np.take(self._tokens, parents, 0, out=self._moved[: len(parents)], mode="clip")
             self._tokens, self._moved = self._moved, self._tokens
             self._tokens[: len(parents), self._place - 1] = tokens
 
-    def _found(self, beam: Beam, source_length: int) -> list[RawTarget]:
-        found = beam.finished if beam.over else beam.cancelled()
-        return [self._said(one, source_length) for one in found[: self.task.options.num_return_sequences]]
+    def _targets(self, beam: Beam, source_length: int) -> list[RawTarget]:
+        hypotheses = beam.finished if beam.over else beam.cancelled()
+        count = self.task.options.num_return_sequences
+        return [self._target(hypothesis, source_length) for hypothesis in hypotheses[:count]]
 
-    def _said(self, one: Finished, source_length: int) -> RawTarget:
-        nodes = path(one.node)[: one.kept]
-        seen = [node.attention[:source_length] for node in nodes if node.attention is not None]
+    def _target(self, hypothesis: Finished, source_length: int) -> RawTarget:
+        nodes = path(hypothesis.node)[: hypothesis.kept]
+        weights = [node.attention[:source_length] for node in nodes if node.attention is not None]
         aligned = self.task.spec.alignment is not None
         return RawTarget(
             tuple(node.token for node in nodes),
-            one.finish,
-            score=one.score,
+            hypothesis.finish,
+            score=hypothesis.score,
             log_probs=tuple(node.log_prob for node in nodes),
-            alignments=np.array(seen, np.float32).reshape(-1, source_length) if aligned else None,
+            alignments=np.array(weights, np.float32).reshape(-1, source_length) if aligned else None,
         )
 
 
 class Chooser:
-    """Finds the best few columns of each row without sorting it or allocating anything as large as it."""
+    """Finds the best few columns of each row without sorting the row or allocating anything of its size."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -310,15 +311,15 @@ class Chooser:
         return np.take_along_axis(scores, columns, 1), columns
 
     def _bounds(self, scores: Floats, count: int) -> Floats:
-        """Return for each row a score that its best columns reach, and few others.
+        """Return for each row a score that its best columns reach and few others do.
 
-        The largest scores of groups are scores of the row, so ``count`` columns reach the worst of their best.
+        Every group's largest score belongs to the row, so at least ``count`` columns reach the ``count``-th largest.
         """
-        rows, most = scores.shape
-        groups = min(most, max(GROUPS, GROUPS_A_COLUMN * count))
-        rest = most % groups
-        largest = scores[:, : most - rest].reshape(rows, -1, groups).max(1)
-        np.maximum(largest[:, :rest], scores[:, most - rest :], out=largest[:, :rest])
+        rows, width = scores.shape
+        groups = min(width, max(GROUPS, GROUPS_PER_COLUMN * count))
+        rest = width % groups
+        largest = scores[:, : width - rest].reshape(rows, -1, groups).max(1)
+        np.maximum(largest[:, :rest], scores[:, width - rest :], out=largest[:, :rest])
         check_numbers(largest)
         largest.partition(groups - count)
         bounds: Floats = largest[:, groups - count]

@@ -1,4 +1,4 @@
-"""What a decode gives: targets in reading order, with what was asked for about them."""
+"""The results of a decode: targets in reading order, with the details that the options request."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -15,13 +15,13 @@ Finish = Literal["eos", "length", "stop", "cancelled"]
 class Hypothesis:
     """One target in reading order without BOS and EOS, and what ended it.
 
-    That is the model (``eos``), the limit, a stop sequence, or a deadline (``cancelled``). A forced prefix is part of
-    ``tokens``. ``text`` is there if the bundle has a tokenizer; ``dropped`` tokens of the source were cut because it
-    was too long. ``score`` ranks targets of one source: the sum of all log-probabilities, EOS's too; for beams divided
-    by the length to the power of the length penalty; for parallel models their mean. ``log_probs`` are those of the
-    tokens after the prefix, and so are ``alignments``: cross-attention weights [T, S], mean over heads, of bundles
-    exported with them. ``alternatives`` are further targets of the same source: of beams the next best, best first; of
-    samples the others, as they were drawn.
+    ``finish`` is ``eos`` (the model ended it), ``length`` (the limit), ``stop`` (a stop sequence) or ``cancelled`` (the
+    deadline). ``tokens`` include a forced prefix. ``text`` is None if the bundle has no tokenizer; ``dropped`` is the
+    number of tokens that were cut from a source that was too long. ``score`` ranks the targets of one source: the sum
+    of all log-probabilities including EOS; for beams divided by the length to the power of the length penalty; for
+    parallel models their mean. ``log_probs`` and ``alignments`` cover the tokens after the prefix; ``alignments`` are
+    cross-attention weights [T, S], averaged over heads, for bundles exported with them. ``alternatives`` are further
+    targets of the same source: the next best beams, best first, or the other samples as they were drawn.
     """
 
     tokens: tuple[int, ...]
@@ -36,7 +36,7 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class RawTarget:
-    """One target as it was generated, in the order of generation."""
+    """One target in the order of generation."""
 
     tokens: tuple[int, ...]  # after the prefix, without EOS
     finish: Finish
@@ -45,19 +45,19 @@ class RawTarget:
     alignments: NDArray[np.float32] | None = None
 
 
-def hypothesis_from_raw(said: list[RawTarget], prefix: tuple[int, ...], spec: ModelSpec) -> Hypothesis:
-    """Return the best of several targets of a source in reading order, the others as its alternatives."""
+def hypothesis_from_raw(targets: list[RawTarget], prefix: tuple[int, ...], spec: ModelSpec) -> Hypothesis:
+    """Return the best of a source's targets in reading order, with the others as its alternatives."""
     step = -1 if spec.target_order == "right_to_left" else 1
 
-    def read(one: RawTarget, alternatives: tuple[Hypothesis, ...] = ()) -> Hypothesis:
+    def read(target: RawTarget, alternatives: tuple[Hypothesis, ...] = ()) -> Hypothesis:
         return Hypothesis(
-            (*prefix, *one.tokens)[::step],
-            one.finish,
-            score=one.score,
-            log_probs=None if one.log_probs is None else one.log_probs[::step],
-            alignments=None if one.alignments is None else one.alignments[::step],
+            (*prefix, *target.tokens)[::step],
+            target.finish,
+            score=target.score,
+            log_probs=None if target.log_probs is None else target.log_probs[::step],
+            alignments=None if target.alignments is None else target.alignments[::step],
             alternatives=alternatives,
         )
 
-    best, *others = said
-    return read(best, tuple(read(one) for one in others))
+    best, *others = targets
+    return read(best, tuple(read(target) for target in others))

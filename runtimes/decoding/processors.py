@@ -1,4 +1,4 @@
-"""What may be said: processors that change scores before a token is chosen, in the order of ``transformers``."""
+"""Processors that change scores before a token is chosen, in the order of ``transformers``."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ NEG_INF = np.float32(-np.inf)
 
 
 def processors_of(options: DecodeOptions, spec: ModelSpec) -> list[LogitsProcessor]:
-    """Return what the options ask for; none of them is the common case and costs nothing."""
+    """Return the processors for the options; usually there are none, which costs nothing."""
     return list(_processors(options, spec, prompt=1 + len(options.prefix)))
 
 
@@ -35,35 +35,35 @@ def _processors(options: DecodeOptions, spec: ModelSpec, prompt: int) -> Iterato
 
 
 class RepetitionPenalty:
-    """Makes what was said less likely: positive scores are divided by the penalty, negative ones multiplied."""
+    """Makes earlier tokens less likely: positive scores are divided by the penalty, negative ones multiplied."""
 
     def __init__(self, penalty: float) -> None:
         self._penalty = np.float32(penalty)
-        # Used from step to step: a step allocates nothing that grows with what was said.
+        # Reused at every step: a step allocates nothing that grows with the target.
         self._scores, self._below = np.empty(0, np.float32), np.empty(0, bool)
 
     def __call__(self, tokens: Tokens, scores: Floats) -> Floats:
         length = tokens.shape[1]
         if len(self._scores) < length:
             self._scores, self._below = np.empty(2 * length, np.float32), np.empty(2 * length, bool)
-        found, below = self._scores[:length], self._below[:length]
-        for said, row in zip(tokens, scores, strict=True):
-            # Tokens are within range; told to check it, numpy would make a copy of its own first.
-            np.take(row, said, out=found, mode="clip")
-            np.less(found, 0, out=below)
-            np.multiply(found, self._penalty, out=found, where=below)
+        penalized, below = self._scores[:length], self._below[:length]
+        for history, row in zip(tokens, scores, strict=True):
+            # The tokens are within range; in its checking mode numpy would make a copy first.
+            np.take(row, history, out=penalized, mode="clip")
+            np.less(penalized, 0, out=below)
+            np.multiply(penalized, self._penalty, out=penalized, where=below)
             np.logical_not(below, out=below)
-            np.divide(found, self._penalty, out=found, where=below)
-            row[said] = found
+            np.divide(penalized, self._penalty, out=penalized, where=below)
+            row[history] = penalized
         return scores
 
 
 class NoRepeatedNgram:
-    """Forbids the token that would say n tokens in a row a second time."""
+    """Forbids every token that would repeat a sequence of n tokens."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        # Used from step to step: a step allocates nothing that grows with what was said.
+        # Reused at every step: a step allocates nothing that grows with the target.
         self._again, self._same = np.empty(0, bool), np.empty(0, bool)
 
     def __call__(self, tokens: Tokens, scores: Floats) -> Floats:
@@ -72,24 +72,24 @@ class NoRepeatedNgram:
             return scores
         if len(self._again) < places:
             self._again, self._same = np.empty(2 * places, bool), np.empty(2 * places, bool)
-        # A row at a time: numpy would buffer all of a part of several rows.
-        for said, row in zip(tokens, scores, strict=True):
-            row[self._followers(said, places)] = NEG_INF
+        # Row by row: for a slice of several rows numpy would buffer all of it.
+        for history, row in zip(tokens, scores, strict=True):
+            row[self._followers(history, places)] = NEG_INF
         return scores
 
-    def _followers(self, said: Tokens, places: int) -> Tokens:
-        """Return what came after each earlier place that reads as the end does."""
+    def _followers(self, history: Tokens, places: int) -> Tokens:
+        """Return the tokens that followed each earlier occurrence of the last n - 1 tokens."""
         again, same = self._again[:places], self._same[:places]
         again[...] = True
         for offset in range(self._size - 1):
-            np.equal(said[offset : offset + places], said[places + offset], out=same)
+            np.equal(history[offset : offset + places], history[places + offset], out=same)
             np.logical_and(again, same, out=again)
-        return said[np.flatnonzero(again) + self._size - 1]
+        return history[np.flatnonzero(again) + self._size - 1]
 
 
 @dataclass(frozen=True)
 class BadWords:
-    """Forbids the last token of each word where the others have just been said."""
+    """Forbids the last token of each word in rows that end with the others."""
 
     words: tuple[tuple[int, ...], ...]
 
@@ -98,14 +98,14 @@ class BadWords:
             before = len(word) - 1
             if before > tokens.shape[1]:
                 continue
-            said = (tokens[:, tokens.shape[1] - before :] == np.array(word[:-1], np.int64)).all(1)
-            scores[said, word[-1]] = NEG_INF
+            begun = (tokens[:, tokens.shape[1] - before :] == np.array(word[:-1], np.int64)).all(1)
+            scores[begun, word[-1]] = NEG_INF
         return scores
 
 
 @dataclass(frozen=True)
 class AtLeast:
-    """Forbids EOS before so many tokens, those of the prompt included."""
+    """Forbids EOS until a row has ``length`` tokens, including the prompt."""
 
     length: int
     eos_id: int
@@ -118,7 +118,7 @@ class AtLeast:
 
 @dataclass(frozen=True)
 class Forced:
-    """Allows one token alone where that many were said before."""
+    """Allows only one token at some lengths: ``tokens`` maps the length of a row to its next token."""
 
     tokens: dict[int, int]
 
@@ -132,7 +132,7 @@ class Forced:
 
 @dataclass(frozen=True)
 class Suppressed:
-    """Forbids tokens everywhere."""
+    """Forbids tokens at every position."""
 
     ids: NDArray[np.int64]
 

@@ -1,4 +1,4 @@
-"""Drawing tokens: each row has a generator of its own, so a row's tokens do not depend on its batch."""
+"""Drawing tokens: each row has its own generator, so its tokens do not depend on the batch."""
 
 import hashlib
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ class Sampler:
             for source in sources
             for index in range(options.num_return_sequences)
         ]
-        # Kept from step to step: nothing that grows with the vocabulary is allocated while decoding.
+        # Reused at every step: a step allocates nothing that grows with the vocabulary.
         self._shifted = np.empty(0, np.float32)
         self._weights, self._sorted, self._sums = (np.empty(0) for _ in range(3))
         self._left_out = np.empty(0, bool)
 
     def column(self, scores: Floats, row: int) -> int:
-        """Return a column for scores [n], drawn by the generator of a row."""
+        """Return a column of scores [n], drawn by the generator of a row."""
         if len(self._weights) != len(scores):
             self._shifted = np.empty(len(scores), np.float32)
             self._weights, self._sorted, self._sums = (np.empty(len(scores)) for _ in range(3))
@@ -40,12 +40,12 @@ class Sampler:
         np.exp(weights, out=weights)
         self._narrow(weights)
         np.cumsum(weights, out=sums)
-        # Below the whole sum, so that the last column is one that has a weight.
+        # Below the whole sum, so that the result is always a column with a weight.
         drawn = min(self.generators[row].random() * sums[-1], np.nextafter(sums[-1], 0))
         return int(np.searchsorted(sums, drawn, side="right"))
 
     def _narrow(self, weights: Weights) -> None:
-        """Set to zero what top-k, top-p and min-p leave out; the heaviest weight is 1 and stays."""
+        """Set the weights that top-k, top-p and min-p exclude to zero; the heaviest weight is 1 and stays."""
         least = max(self._least_of_best(weights), self.options.min_p)
         if least > 0:
             np.less(weights, least, out=self._left_out)
@@ -61,18 +61,18 @@ class Sampler:
         if top_p == 1:
             return 0.0
         whole = float(weights.sum())
-        # All weights below this are together less than what may be left out: only the others need sorting.
+        # All weights below this sum to less than what top-p may exclude: only the others need sorting.
         best = self._heaviest(weights, (1 - top_p) * whole / most)
         return self._least_of_nucleus(best, 0.0 if len(best) == most else whole - float(best.sum()))
 
     def _least_of_nucleus(self, best: Weights, lighter: float) -> float:
-        """Return the least weight that top-p keeps of sorted ones; what is ``lighter`` than them is left out."""
+        """Return the least of the sorted weights that top-p keeps; ``lighter`` is the sum of all weights below them."""
         sums = self._sums[: len(best)]
         np.cumsum(best, out=sums)
-        # From the lightest up goes what is within the part that may be left out.
-        left_out = (1 - self.options.top_p) * (lighter + sums[-1]) - lighter
-        gone = np.searchsorted(sums, left_out, side="right")
-        return float(best[min(gone, len(best) - 1)])
+        # From the lightest up, weights are excluded while their sum is within the part that top-p drops.
+        excluded = (1 - self.options.top_p) * (lighter + sums[-1]) - lighter
+        n_excluded = np.searchsorted(sums, excluded, side="right")
+        return float(best[min(n_excluded, len(best) - 1)])
 
     def _kth(self, weights: Weights) -> float:
         place = len(weights) - self.options.top_k
@@ -92,7 +92,7 @@ class Sampler:
 
 
 def _digest(source: NDArray[np.generic]) -> list[int]:
-    """Return numbers that stand for a source: its samples are the same wherever it stands among others."""
+    """Return numbers that identify a source: its samples are the same at any place in a batch."""
     data = hashlib.sha256(np.ascontiguousarray(source, np.int64).tobytes()).digest()
     numbers: list[int] = np.frombuffer(data, np.uint32).tolist()
     return numbers

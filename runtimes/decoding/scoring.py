@@ -1,4 +1,4 @@
-"""What rows may say next: the scores of the vocabulary or of a shortlist, changed by the controls."""
+"""Scores of the next token: those of the vocabulary or of a shortlist, changed by processors."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,12 +9,12 @@ from fatdeploy.runtimes.decoding.processors import NEG_INF, processors_of
 from fatdeploy.runtimes.engines.protocol import Engine, Floats, State, StepOut, Want
 from fatdeploy.spec import Tokens
 
-# Multiplications of one product that OpenBLAS, numpy's library, gives to one thread: 65536 * 4, its defaults.
+# The largest product, in multiplications, that OpenBLAS (numpy's library) runs in one thread: 65536 * 4, its defaults.
 IN_ONE_THREAD = 2**18
 
 
 class Scorer:
-    """Turns what an engine says into scores [R, n] of ``ids``; without them n is the vocabulary."""
+    """Turns the output of an engine into scores [R, n] of ``ids``; without ids, n is the vocabulary."""
 
     def __init__(self, engine: Engine[State], options: DecodeOptions) -> None:
         self.spec = engine.spec
@@ -28,7 +28,7 @@ class Scorer:
 
     @property
     def want(self) -> Want:
-        """What it needs of a step; with a shortlist the product with the output matrix is made here."""
+        """What a step must compute; with a shortlist, the product with the output matrix is computed here."""
         return Want.LOGITS if self._matrix is None else Want.HIDDEN
 
     @property
@@ -37,7 +37,7 @@ class Scorer:
         return None if self.processors else self._listed
 
     def logits(self, out: StepOut) -> Floats:
-        """Return the scores of a step's last position, before any control; they may be the engine's own."""
+        """Return the scores of a step's last position before any processor; the array may belong to the engine."""
         if self._matrix is not None and out.hidden is not None:
             return self._product(out.hidden[:, -1], self._matrix)
         if out.logits is None:
@@ -45,7 +45,7 @@ class Scorer:
         return out.logits[:, -1] if self._listed is None else out.logits[:, -1, self._listed]
 
     def log_probs(self, scores: Floats) -> Floats:
-        """Return log-probabilities of scores, in an array of its own that lives until the next call."""
+        """Return log-probabilities of scores, in an array that is valid until the next call."""
         result = self._buffer("log_probs", scores.shape)
         np.subtract(scores, scores.max(-1, keepdims=True), out=result)
         np.subtract(result, self._log_sums(result), out=result)
@@ -55,33 +55,34 @@ class Scorer:
         """Return the log-probability of one column of each row."""
         shifted = self._buffer("log_probs", scores.shape)
         rows = np.arange(len(scores))
-        # Controls may leave nothing to a row that is finished: it has no number, and nobody asks for it.
+        # Processors may forbid every token of a finished row: its result is NaN, and nobody reads it.
         with np.errstate(invalid="ignore", divide="ignore"):
             np.subtract(scores, scores.max(-1, keepdims=True), out=shifted)
             chosen: Floats = shifted[rows, columns] - self._log_sums(shifted)[:, 0]
         return chosen
 
-    def controlled(self, scores: Floats, said: Tokens) -> Floats:
-        """Return scores after every control, for rows that have said tokens [R, n]; the given ones stay as they are."""
+    def processed(self, scores: Floats, tokens: Tokens) -> Floats:
+        """Return scores after every processor, for rows that have read tokens [R, n]; ``scores`` stay as they are."""
         if not self.processors:
             return scores
-        result = self._buffer("controlled", (len(scores), self.spec.vocab_size))
+        shape = (len(scores), self.spec.vocab_size)
+        result = self._buffer("processed", shape)
         if self._listed is None:
             np.copyto(result, scores)
         else:
             result[...] = NEG_INF
             result[:, self._listed] = scores
-        for one in self.processors:
-            result = one(said, result)
-            if getattr(result, "shape", None) != (len(scores), self.spec.vocab_size):
+        for processor in self.processors:
+            result = processor(tokens, result)
+            if getattr(result, "shape", None) != shape:
                 raise ConfigError(
-                    f"processors refused: {one!r} must return scores of shape {(len(scores), self.spec.vocab_size)}, "
+                    f"processors refused: {processor!r} must return scores of shape {shape}, "
                     f"found {getattr(result, 'shape', type(result).__name__)}"
                 )
         return result
 
     def _product(self, hidden: Floats, matrix: Floats) -> Floats:
-        # Of one row numpy's library makes another product, with threads from a smaller size on: two rows are quicker.
+        # For one row numpy's library uses another routine, which starts threads at a smaller size: two rows are faster.
         rows = hidden if len(hidden) > 1 else np.repeat(hidden, 2, 0)
         result = self._buffer("product", (len(rows), len(matrix)))
         multiply(rows, matrix, result)
@@ -89,25 +90,25 @@ class Scorer:
 
     def _log_sums(self, shifted: Floats) -> Floats:
         powers = self._buffer("powers", shifted.shape)
-        # What nothing can say is -inf here, and 0 after exp.
+        # Forbidden tokens are -inf here, and 0 after exp.
         np.exp(shifted, out=powers)
         sums: Floats = np.log(powers.sum(-1, keepdims=True))
         return sums
 
     def _buffer(self, name: str, shape: tuple[int, ...]) -> Floats:
-        """Return an array that is used from step to step: nothing that grows with the vocabulary is allocated."""
-        found = self._scratch.get(name)
-        if found is None or found.shape != shape:
-            found = self._scratch[name] = np.empty(shape, np.float32)
-        return found
+        """Return an array that is reused at every step: a step allocates nothing that grows with the vocabulary."""
+        buffer = self._scratch.get(name)
+        if buffer is None or buffer.shape != shape:
+            buffer = self._scratch[name] = np.empty(shape, np.float32)
+        return buffer
 
 
 def multiply(rows: Floats, matrix: Floats, out: Floats) -> None:
-    """Write rows [R, M], two or more, times those of a matrix [n, M] into an array [R, n], in this thread alone.
+    """Write rows [R, M], two or more, times the rows of a matrix [n, M] into an array [R, n], in this thread only.
 
-    numpy's library would wake threads of its own, which wait for cores on which onnxruntime's threads spin: seen, 5 ms
-    instead of 0.05. It does not for products below a size. The matrix is used as it was read: turning it round takes
-    longer than a few steps.
+    For a large product numpy's library would wake its own threads, which wait for cores on which onnxruntime's threads
+    spin: 5 ms instead of 0.05 were measured. So the product is cut into small ones. The matrix is used as it was read:
+    transposing it takes longer than a few steps.
     """
     width = max(1, IN_ONE_THREAD // rows.size)
     for start in range(0, len(matrix), width):
@@ -116,14 +117,14 @@ def multiply(rows: Floats, matrix: Floats, out: Floats) -> None:
 
 
 def check_numbers(scores: Floats) -> None:
-    """Raise if some of the scores are no numbers."""
+    """Raise if any score is NaN."""
     if np.isnan(scores).any():
-        raise SpecMismatch("the engine's scores are not numbers: fatdeploy verify finds where it begins")
+        raise SpecMismatch("the engine's scores are not numbers: fatdeploy verify finds where that begins")
 
 
 def check_something_is_left(best: Floats, length: int) -> None:
-    """Raise if the controls forbid every token, or the best is no number."""
+    """Raise if the processors forbid every token, or the best score is NaN."""
     if np.isfinite(best).all():
         return
     check_numbers(best)
-    raise ConfigError(f"the controls (bad_words, shortlist, processors …) leave no token to say after {length}")
+    raise ConfigError(f"the options (bad_words, shortlist, processors …) forbid every token after {length} new ones")

@@ -1,9 +1,77 @@
-"""Which sources are decoded together: those of similar lengths, as many as a budget of positions allows."""
+"""Sources on their way into an engine: ids from text, checked once, padded, and batched by length."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-# Of the longest source's length and the rows a source: how many an engine takes at once.
+import numpy as np
+from numpy.typing import NDArray
+
+from fatdeploy.errors import SpecMismatch, in_one_line
+from fatdeploy.spec import Mask, ModelSpec, Tokens
+
+SourceIds = Sequence[int] | NDArray[np.generic]
+SourceRow = NDArray[np.generic]
+
+# From the length of the longest source and the rows per source: how many sources an engine takes at once.
 MostSources = Callable[[int, int], int]
+
+
+@dataclass(frozen=True)
+class CheckedSources:
+    """Sources that the model can read. Only ``checked_sources`` and owners of rows that it returned make one."""
+
+    rows: Sequence[SourceRow]
+
+
+def checked_sources(sources: Sequence[SourceIds] | CheckedSources, spec: ModelSpec) -> CheckedSources:
+    """Return sources as arrays; raise, with every reason, unless the model can read all of them.
+
+    Sources that were checked before are returned as they are.
+    """
+    if isinstance(sources, CheckedSources):
+        return sources
+    rows = [row_of(source) for source in sources]
+    reasons = [f"source {index}: {reason}" for index, row in enumerate(rows) if (reason := wrong_source(row, spec))]
+    if not rows:
+        reasons.append("no source given")
+    if reasons:
+        raise SpecMismatch(in_one_line("cannot decode", reasons))
+    return CheckedSources(rows)
+
+
+def row_of(source: SourceIds) -> SourceRow:
+    """Return a source as an array, whatever it contains: ``wrong_source`` says what is wrong with it."""
+    try:
+        return np.asarray(source)
+    except ValueError:  # lists of different lengths
+        return np.asarray(source, object)
+
+
+def wrong_source(row: SourceRow, spec: ModelSpec) -> str:
+    """Return why the model cannot read a source; empty if it can."""
+    if row.ndim != 1:
+        return f"expected one axis of ids, found shape {row.shape}"
+    if not row.size:
+        return "is empty"
+    if row.dtype.kind not in "iu":
+        return f"ids must be integers, found {row.dtype}"
+    if len(row) > spec.max_source:
+        return f"has {len(row)} tokens, more than max_source = {spec.max_source} (truncate=True, --truncate: cut it)"
+    wrong = [int(token) for token in row.tolist() if not 0 <= token < spec.vocab_size]
+    return f"ids must lie in 0…{spec.vocab_size - 1}, found {wrong[0]}" if wrong else ""
+
+
+def padded(sources: Sequence[SourceIds] | CheckedSources, spec: ModelSpec) -> tuple[Tokens, Mask]:
+    """Return sources of any lengths as ids [B, S] and mask, padded on the right; refuse those that cannot be read."""
+    rows = checked_sources(sources, spec).rows
+    lengths = [len(row) for row in rows]
+    longest = max(lengths)
+    if min(lengths) == longest:
+        return np.array(rows, np.int64), np.ones((len(rows), longest), bool)
+    mask = np.arange(longest) < np.array(lengths)[:, None]
+    ids = np.full(mask.shape, spec.pad_id, np.int64)
+    ids[mask] = np.concatenate(rows)
+    return ids, mask
 
 
 def batches_of(
@@ -11,21 +79,23 @@ def batches_of(
     rows_per_source: int,
     target_positions: int,
     budget: int,
-    most: MostSources | None = None,
+    most_sources: MostSources | None = None,
 ) -> list[list[int]]:
-    """Return the sources' places, the longest source first, cut into batches.
+    """Return the indices of the sources, longest source first, cut into batches.
 
-    A batch has at most ``budget`` positions, rows times the longest source and the target, and no more sources than
-    ``most`` says, but always one.
+    A batch has at most ``budget`` positions (rows times the longest source plus the target) and at most
+    ``most_sources`` sources, but always one.
     """
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     batches = []
     start = 0
     while start < len(order):
-        # The first source is the longest one of its batch.
+        # The first source of a batch is its longest.
         longest = lengths[order[start]]
         size = budget // (rows_per_source * (longest + target_positions))
-        end = start + max(1, size if most is None else min(size, most(longest, rows_per_source)))
+        if most_sources is not None:
+            size = min(size, most_sources(longest, rows_per_source))
+        end = start + max(1, size)
         batches.append(order[start:end])
         start = end
     return batches

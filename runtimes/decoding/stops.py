@@ -1,4 +1,4 @@
-"""Stop sequences: token ids, or text that may begin and end inside of tokens."""
+"""Stop sequences: token ids, or text that may begin and end inside a token."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,47 +9,47 @@ TextOf = Callable[[Sequence[int]], str]
 
 
 class Stops:
-    """Says where a target ends that says one of them."""
+    """Finds the end of a target that contains a stop sequence."""
 
     def __init__(self, options: DecodeOptions, text_of: TextOf | None) -> None:
-        self.ids = [list(one) for one in options.stop if not isinstance(one, str)]
-        self.texts = [one for one in options.stop if isinstance(one, str)]
+        self.ids = [list(stop) for stop in options.stop if not isinstance(stop, str)]
+        self.texts = [stop for stop in options.stop if isinstance(stop, str)]
         self._text_of = text_of
         if self.texts and text_of is None:
-            raise ConfigError("stop refused: text needs a tokenizer, and here is none; pass token ids")
-        self._n_given = len(text_of(options.prefix_ids)) if self.texts and text_of and options.prefix else 0
+            raise ConfigError("stop refused: text needs a tokenizer and there is none; pass token ids")
+        self._prefix_length = len(text_of(options.prefix_ids)) if self.texts and text_of and options.prefix else 0
 
     def __bool__(self) -> bool:
         return bool(self.ids or self.texts)
 
     @property
     def reach(self) -> int | None:
-        """How many of the last tokens of a target it must see, the prefix included; None if all of them."""
+        """How many of the last tokens, including the prefix, ``cut`` needs; None if all of them."""
         return None if self.texts else max(map(len, self.ids), default=0)
 
     def cut(self, tokens: list[int]) -> int | None:
-        """Return how many of the last tokens a target loses that just said the last one, if that ends it.
+        """Return how many of its last tokens a target loses if its newest token ends it; None if it goes on.
 
-        Those of stop ids are left out. A stop text may end inside of a token, so all tokens stay and the text is cut.
+        The tokens of stop ids are dropped. A stop text may end inside a token, so all tokens stay and the text is cut.
         """
         for stop in self.ids:
             if tokens[-len(stop) :] == stop:
                 return len(stop)
         if self.texts and self._text_of is not None:
             text = self._text_of(tokens)
-            return None if text_end(text, self.texts, self._n_given) is None else 0
+            return None if text_end(text, self.texts, self._prefix_length) is None else 0
         return None
 
 
-def cut_text(text: str, stops: Sequence[str], n_given: int = 0) -> str:
-    """Return a text up to the first of the stops in it."""
-    return text[: text_end(text, stops, n_given)]
+def cut_text(text: str, stops: Sequence[str], prefix_length: int = 0) -> str:
+    """Return a text up to the first stop in it."""
+    return text[: text_end(text, stops, prefix_length)]
 
 
-def text_end(text: str, stops: Sequence[str], n_given: int = 0) -> int | None:
-    """Return where a text ends that says one of the stops: before the first of them.
+def text_end(text: str, stops: Sequence[str], prefix_length: int = 0) -> int | None:
+    """Return where the first stop begins in a text; None if there is none.
 
-    What lies in the first ``n_given`` characters, those of a prefix, was said by nobody.
+    A stop that lies within the first ``prefix_length`` characters, those of a prefix, does not count.
     """
-    places = (text.find(stop, max(0, n_given + 1 - len(stop))) for stop in stops)
+    places = (text.find(stop, max(0, prefix_length + 1 - len(stop))) for stop in stops)
     return min((place for place in places if place >= 0), default=None)

@@ -1,21 +1,27 @@
-"""A target while it is decoded: an event for each new piece, in a loop, from a thread or in an event loop."""
+"""A target while it is decoded: an event for each new piece, for loops, threads and event loops."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 from fatdeploy.errors import ConfigError
-from fatdeploy.runtimes.decoding.deltas import Deltas
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
+from fatdeploy.runtimes.text.tokenizer import Tokenizer
+
+# What a decoder writes for bytes that are not a character, or not yet.
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+Piece = tuple[tuple[int, ...], str | None]
+TextOrTokens = TypeVar("TextOrTokens", str, tuple[int, ...])
 
 
 @dataclass(frozen=True)
 class Event:
-    """What is new: tokens, and text if the bundle has a tokenizer. The last event of a stream has the whole result.
+    """New tokens, and their text if the bundle has a tokenizer. The last event of a stream has the whole result.
 
-    All ``tokens`` together are the hypothesis's, and so is all ``text``: nothing is told that may still change.
+    All ``tokens`` together are the hypothesis's, and so is all ``text``: an event has nothing that may still change.
     """
 
     tokens: tuple[int, ...] = ()
@@ -24,31 +30,79 @@ class Event:
 
 
 class Steps(Protocol):
-    """What a stream needs to know of a decode of one source: it goes on a step at a time."""
+    """The part of a decode of one source that a stream uses: it advances step by step."""
 
     def advance(self) -> bool:
-        """Make one step; False when all is said."""
+        """Make one step; False when decoding is complete."""
         ...
 
-    def said(self) -> tuple[int, ...]:
+    def tokens_so_far(self) -> tuple[int, ...]:
         """Return the tokens so far."""
         ...
 
-    def found(self) -> list[Hypothesis]:
+    def results(self) -> list[Hypothesis]:
         """Return the result."""
         ...
 
     def close(self) -> None:
-        """Give the engine's state back."""
+        """Return the state to the engine."""
         ...
 
 
+class Deltas:
+    """Cuts a growing target into pieces. A piece is never taken back, so whatever may change waits.
+
+    Among the tokens that is the beginning of a stop sequence. In the text it is the beginning of a stop text, blanks at
+    the end, which some decoders remove before punctuation, and incomplete characters. If a decoder changes text that
+    was sent before, which none of the usual ones does, nothing is sent until it agrees again.
+    """
+
+    def __init__(self, stops: Sequence[Sequence[int] | str], tokenizer: Tokenizer | None) -> None:
+        self._stop_ids = [tuple(stop) for stop in stops if not isinstance(stop, str)]
+        self._stop_texts = [stop for stop in stops if isinstance(stop, str)]
+        self._tokenizer = tokenizer
+        self._n_sent = 0
+        self._sent_text = ""
+
+    def grown(self, tokens: tuple[int, ...]) -> Piece:
+        """Return what is new and certain in the tokens so far."""
+        certain = tokens[: len(tokens) - _begun(tokens, self._stop_ids)]
+        return self._new_tokens(certain), self._new_text(self._certain_text(certain))
+
+    def rest(self, hypothesis: Hypothesis) -> Piece:
+        """Return what was not sent yet of the complete target."""
+        return self._new_tokens(hypothesis.tokens), self._new_text(hypothesis.text)
+
+    def _certain_text(self, tokens: tuple[int, ...]) -> str | None:
+        if self._tokenizer is None:
+            return None
+        text = self._tokenizer.text(tokens[: self._tokenizer.n_certain(tokens)])
+        end = len(text)
+        while end and (text[end - 1].isspace() or text[end - 1] == REPLACEMENT):
+            end -= 1
+        return text[: end - _begun(text[:end], self._stop_texts)]
+
+    def _new_tokens(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        new = tokens[self._n_sent :]
+        self._n_sent += len(new)
+        return new
+
+    def _new_text(self, text: str | None) -> str | None:
+        if text is None:
+            return None
+        if not text.startswith(self._sent_text):
+            return ""
+        new = text[len(self._sent_text) :]
+        self._sent_text = text
+        return new
+
+
 class Stream:
-    """Events of one target, for ``for`` and ``async for``. Nothing runs before the first one is asked for.
+    """Events of one target, for ``for`` and ``async for``. Nothing runs before the first event is requested.
 
     In an event loop each step runs in a thread of its default executor. ``close`` ends a stream at once, from any
-    thread; so does leaving its ``with``, dropping it, and cancelling the task that waits for an event. The state goes
-    back to the engine then, or when the step that is under way is over.
+    thread; so does leaving its ``with``, dropping it, and cancelling the task that waits for an event. The state
+    returns to the engine then, or when the current step ends.
     """
 
     def __init__(
@@ -61,7 +115,7 @@ class Stream:
     ) -> None:
         self._begin, self._deltas, self._completed = begin, deltas, completed
         self._in_reading_order = in_reading_order
-        self._guard = Lock()  # of the three below; never held while something runs
+        self._guard = Lock()  # guards the three below; never locked while a step runs
         self._steps: Steps | None = None
         self._busy = False
         self._over = False
@@ -72,10 +126,10 @@ class Stream:
             self._over = True
             idle = not self._busy
         if idle:
-            self._give_back()
+            self._release()
 
     async def aclose(self) -> None:
-        """End the stream, as ``close`` does: neither waits."""
+        """End the stream as ``close`` does; neither waits."""
         self.close()
 
     def __iter__(self) -> Self:
@@ -83,7 +137,7 @@ class Stream:
 
     def __next__(self) -> Event:
         while (event := self._step()) is not None:
-            if _tells(event):
+            if _has_news(event):
                 return event
         raise StopIteration
 
@@ -91,15 +145,15 @@ class Stream:
         return self
 
     async def __anext__(self) -> Event:
-        # On use: most applications have no event loop, and importing one takes longer than a short decode.
+        # Imported on use: most applications have no event loop, and the import takes longer than a short decode.
         from asyncio import to_thread
 
         try:
             while (event := await to_thread(self._step)) is not None:
-                if _tells(event):
+                if _has_news(event):
                     return event
         except BaseException:
-            # Above all a cancellation, which does not reach the thread.
+            # Mainly for a cancellation, which does not reach the thread.
             self.close()
             raise
         raise StopAsyncIteration
@@ -124,7 +178,7 @@ class Stream:
         self.close()
 
     def _step(self) -> Event | None:
-        """Make one step and return what it tells, maybe nothing; None if the stream is over."""
+        """Make one step and return its event, which may be empty; None if the stream is over."""
         if not self._started_step():
             return None
         last = True
@@ -138,37 +192,43 @@ class Stream:
     def _started_step(self) -> bool:
         with self._guard:
             if self._busy and not self._over:
-                raise ConfigError("this stream is being read by somebody else: open another with model.stream(...)")
+                raise ConfigError("another thread is reading this stream: open another with model.stream(...)")
             if self._over:
                 return False
             self._busy = True
             return True
 
     def _ended_step(self, last: bool) -> bool:
-        """Return whether the stream was closed meanwhile."""
+        """Return whether the stream was closed during the step."""
         with self._guard:
             self._busy = False
             cancelled, self._over = self._over, self._over or last
             over = self._over
         if over:
-            self._give_back()
+            self._release()
         return cancelled
 
     def _advanced(self) -> Event:
         if self._steps is None:
             self._steps = self._begin()
         if self._steps.advance():
-            return Event(*self._deltas.grown(self._steps.said())) if self._in_reading_order else Event()
-        [found] = self._steps.found()
-        found = self._completed(found)
-        return Event(*self._deltas.rest(found), found)
+            return Event(*self._deltas.grown(self._steps.tokens_so_far())) if self._in_reading_order else Event()
+        [result] = self._steps.results()
+        hypothesis = self._completed(result)
+        return Event(*self._deltas.rest(hypothesis), hypothesis)
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         with self._guard:
             steps, self._steps = self._steps, None
         if steps is not None:
             steps.close()
 
 
-def _tells(event: Event) -> bool:
+def _has_news(event: Event) -> bool:
     return bool(event.tokens or event.text or event.hypothesis is not None)
+
+
+def _begun(text: TextOrTokens, stops: Sequence[TextOrTokens]) -> int:
+    """Return the length of the longest end of ``text`` with which a stop begins."""
+    longest = min(len(text), max(map(len, stops), default=0))
+    return next((n for n in range(longest, 0, -1) if any(text[-n:] == stop[:n] for stop in stops)), 0)

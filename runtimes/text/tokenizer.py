@@ -1,4 +1,4 @@
-"""Text to tokens and back, as a bundle's tokenizer.json says; the package that some kinds need is imported on use."""
+"""Text to tokens and back by a bundle's tokenizer.json; the package that some kinds need is imported on use."""
 
 import importlib
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from fatdeploy.runtimes.text.tokenizer_json import SPECIAL, UNK, TokenizerFile, 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A source's tokens, of which the last ``closing`` stay where they are when it is cut.
+    """A source's tokens; a cut keeps the last ``closing`` ones.
 
-    ``unknown`` are characters that there is no token for, in the order of the text.
+    ``unknown`` are the characters without a token, in the order of the text.
     """
 
     ids: NDArray[np.generic]
@@ -26,7 +26,7 @@ class Encoded:
     unknown: tuple[str, ...] = ()
 
     def cut(self, most: int) -> NDArray[np.generic]:
-        """Return at most so many tokens: the first ones, and those that close every source."""
+        """Return at most ``most`` tokens: the first ones, and those that close every source."""
         if self.ids.ndim != 1 or len(self.ids) <= most:
             return self.ids
         closing = min(self.closing, most)
@@ -41,20 +41,20 @@ class Tokenizer(Protocol):
         """How many tokens it knows."""
 
     def encoded(self, text: str) -> Encoded:
-        """Return a text's tokens, with the special ones around it that the model was trained with."""
+        """Return a text's tokens, with the special tokens around it that the model was trained with."""
 
     def text(self, tokens: ArrayLike) -> str:
-        """Return what tokens say, special ones left out."""
+        """Return the text of tokens, without special ones."""
 
     def plain_ids(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a part of a target: none are put around it."""
+        """Return the tokens of a part of a target, without special tokens around it."""
 
     def n_certain(self, tokens: Sequence[int]) -> int:
-        """Return how many tokens, from the first, have said what they say whatever follows them."""
+        """Return how many tokens, from the first, have a text that no later token changes."""
 
 
 def tokenizer_from_file(path: Path) -> Tokenizer:
-    """Return the tokenizer of a file; characters and symbols of ours need no package, all others do."""
+    """Return the tokenizer of a file; our own characters and symbols need no package, all other kinds do."""
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -74,42 +74,42 @@ def tokenizer_from_json(content: str, path: Path) -> Tokenizer:
 
 
 class CharacterTokenizer:
-    """Reads sources character by character; targets are characters, too, or symbols with blanks between them."""
+    """Reads sources character by character; targets are characters as well, or symbols separated by blanks."""
 
     def __init__(self, file: TokenizerFile) -> None:
         self.n_tokens = len(file.tokens)
         self._unknown = file.tokens.index(UNK)
-        # Without the special ones: a text that spells their names does not mean them.
+        # Without special tokens: a text that spells their names does not mean them.
         self._ids = {token: index for index, token in enumerate(file.tokens) if token not in SPECIAL[file.kind]}
         self._tokens = {index: token for token, index in self._ids.items()}
         self._has_symbols = file.kind == "symbols"
 
     def encoded(self, text: str) -> Encoded:
-        """Return a token for each character; none are around them."""
-        found = self._found(_checked(text))
-        # Nobody but who has unknown characters pays for looking them up.
-        unknown = tuple(one for one in text if one not in self._ids) if self._unknown in found else ()
-        return Encoded(np.array(found, np.int64), unknown=unknown)
+        """Return one token per character and no special ones."""
+        ids = self._looked_up(_checked(text))
+        # The search for unknown characters costs time, so only texts that have some pay for it.
+        unknown = tuple(character for character in text if character not in self._ids) if self._unknown in ids else ()
+        return Encoded(np.array(ids, np.int64), unknown=unknown)
 
     def text(self, tokens: ArrayLike) -> str:
-        """Return what tokens say, special ones left out."""
-        ids, known = np.asarray(tokens, np.int64).tolist(), self._tokens
-        return (" " if self._has_symbols else "").join(known[one] for one in ids if one in known)
+        """Return the text of tokens, without special ones."""
+        ids, texts = np.asarray(tokens, np.int64).tolist(), self._tokens
+        return (" " if self._has_symbols else "").join(texts[token] for token in ids if token in texts)
 
     def plain_ids(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a part of a target, one for each character or symbol."""
-        return self._found(_checked(text).split() if self._has_symbols else _checked(text))
+        return self._looked_up(_checked(text).split() if self._has_symbols else _checked(text))
 
     def n_certain(self, tokens: Sequence[int]) -> int:
-        """Return how many tokens there are: what one says does not depend on others."""
+        """Return the number of tokens: the text of one does not depend on others."""
         return len(tokens)
 
-    def _found(self, tokens: Sequence[str]) -> tuple[int, ...]:
+    def _looked_up(self, tokens: Sequence[str]) -> tuple[int, ...]:
         return tuple(self._ids.get(token, self._unknown) for token in tokens)
 
 
 class PackageTokenizer:
-    """What the tokenizers package makes of a file."""
+    """A tokenizer of the tokenizers package."""
 
     def __init__(self, content: str, path: Path) -> None:
         try:
@@ -120,14 +120,14 @@ class PackageTokenizer:
             ) from error
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
-        except Exception as error:  # the package raises nothing more special
+        except Exception as error:  # the package raises nothing more specific
             raise _unreadable(path, error) from error
-        # What the file says of these would drop tokens without a word, or add some.
+        # These settings of the file would silently drop tokens or add some.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._byte_ids = {self._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)} - {None}
         added = self._tokenizer.get_added_tokens_decoder()
-        self._special_ids = {token for token, one in added.items() if one.special}
+        self._special_ids = {token for token, settings in added.items() if settings.special}
 
     @property
     def n_tokens(self) -> int:
@@ -135,24 +135,24 @@ class PackageTokenizer:
         return int(self._tokenizer.get_vocab_size())
 
     def encoded(self, text: str) -> Encoded:
-        """Return a text's tokens, with the special ones around it that the model was trained with."""
-        found = self._encoding(text, special=True)
-        closing = sum(takewhile(bool, reversed(found.special_tokens_mask)))
-        return Encoded(np.array(found.ids, np.int64), closing)
+        """Return a text's tokens, with the special tokens around it that the model was trained with."""
+        encoding = self._encoding(text, special=True)
+        closing = sum(takewhile(bool, reversed(encoding.special_tokens_mask)))
+        return Encoded(np.array(encoding.ids, np.int64), closing)
 
     def text(self, tokens: ArrayLike) -> str:
-        """Return what tokens say, special ones left out."""
+        """Return the text of tokens, without special ones."""
         return str(self._tokenizer.decode(np.asarray(tokens, np.int64).tolist()))
 
     def plain_ids(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a part of a target: none are put around it."""
+        """Return the tokens of a part of a target, without special tokens around it."""
         return tuple(self._encoding(text, special=False).ids)
 
     def n_certain(self, tokens: Sequence[int]) -> int:
-        """Return how many tokens, from the first, have said what they say whatever follows them.
+        """Return how many tokens, from the first, have a text that no later token changes.
 
-        Tokens that stand for single bytes become characters only if all bytes of a run are valid together: one more
-        byte can change what the run was before. Tokens that are not written do not end a run.
+        Tokens for single bytes become characters only if all bytes of a run are valid together, so one more byte can
+        change the text of the whole run. Tokens that are not written do not end a run.
         """
         end = len(tokens)
         while self._byte_ids and end and (tokens[end - 1] in self._byte_ids or self._is_unwritten(tokens[end - 1])):
@@ -165,7 +165,7 @@ class PackageTokenizer:
     def _encoding(self, text: str, *, special: bool) -> Any:
         try:
             return self._tokenizer.encode(text, add_special_tokens=special)
-        except TypeError as error:  # what no UTF-8 can say
+        except TypeError as error:  # the text cannot be encoded as UTF-8
             raise _not_unicode(text) from error
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 Kind = Literal["characters", "symbols", "bpe"]
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
-# The first tokens of a vocabulary. One of bytes knows every text.
+# The first tokens of a vocabulary. BPE works on bytes and so has no unknown character.
 SPECIAL: dict[Kind, tuple[str, ...]] = {
     "characters": (PAD, BOS, EOS, UNK),
     "symbols": (PAD, BOS, EOS, UNK),
@@ -21,7 +21,7 @@ _Part = dict[str, object]
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """What is said in a file: how texts are split and joined, the tokens in the order of their ids, merges of BPE."""
+    """The content of a file: how texts are split and joined, the tokens in the order of their ids, merges of BPE."""
 
     kind: Kind
     tokens: tuple[str, ...]
@@ -37,15 +37,15 @@ class TokenizerFile:
 
 
 def file_from_json(content: str) -> TokenizerFile | None:
-    """Return what a file says that is of one of our kinds; None for all others. What is no JSON is a ValueError."""
+    """Return the content of a file of one of our kinds, None for all others; a ValueError if it is not JSON."""
     try:
-        read = json.loads(content)
+        layout = json.loads(content)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-    if not (isinstance(read, dict) and isinstance(model := read.pop("model", None), dict)):
+    if not (isinstance(layout, dict) and isinstance(model := layout.pop("model", None), dict)):
         return None
     vocabulary, merges = model.pop("vocab", None), model.pop("merges", None)
-    kind = next((kind for kind in _LAYOUTS if (read, model) == (_LAYOUTS[kind], _MODELS[kind])), None)
+    kind = next((kind for kind in _LAYOUTS if (layout, model) == (_LAYOUTS[kind], _MODELS[kind])), None)
     if kind is None or not _is_vocabulary(vocabulary, SPECIAL[kind]) or not _are_merges(merges, kind, vocabulary):
         return None
     tokens = tuple(sorted(vocabulary, key=vocabulary.__getitem__))
@@ -66,7 +66,7 @@ def _is_vocabulary(value: Any, special: Sequence[str]) -> bool:
 def _are_merges(value: Any, kind: Kind, vocabulary: dict[str, int]) -> bool:
     if kind != "bpe":
         return value is None
-    return isinstance(value, list) and all(_is_merge(one, vocabulary) for one in value)
+    return isinstance(value, list) and all(_is_merge(merge, vocabulary) for merge in value)
 
 
 def _is_merge(value: Any, vocabulary: dict[str, int]) -> bool:
@@ -76,7 +76,7 @@ def _is_merge(value: Any, vocabulary: dict[str, int]) -> bool:
 
 
 def is_unicode(text: str) -> bool:
-    """Say whether a text can be written: halves of surrogate pairs cannot."""
+    """Return whether a text can be encoded: halves of surrogate pairs cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -85,10 +85,10 @@ def is_unicode(text: str) -> bool:
 
 
 def _layout(pre_tokenizer: _Part, *decoders: _Part) -> _Part:
-    """Return all but the model of a file.
+    """Return everything in a file except the model.
 
-    Special tokens are none of its ``added_tokens``: the package looks for those in texts, and a text that says
-    ``<eos>`` would not come back. They are left out by a decoder instead.
+    Special tokens are not among its ``added_tokens``: the package searches texts for those, and a text that contains
+    ``<eos>`` would not come back. A decoder removes them instead.
     """
     return {
         "version": "1.0",
@@ -107,13 +107,13 @@ def _replacing(regex: str, content: str) -> _Part:
 
 
 _BYTES: _Part = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-_EACH: _Part = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+_CHARACTERS: _Part = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
 
 _LAYOUTS: dict[Kind, _Part] = {
-    "characters": _layout(_EACH, _replacing(rf"\A{_ANY_SPECIAL}\z", "")),
-    # A blank before each token that is written, but the first.
+    "characters": _layout(_CHARACTERS, _replacing(rf"\A{_ANY_SPECIAL}\z", "")),
+    # A blank before each token that is written, except the first.
     "symbols": _layout(
-        _EACH,
+        _CHARACTERS,
         _replacing(r"\A", " "),
         _replacing(rf"\A {_ANY_SPECIAL}\z", ""),
         {"type": "Fuse"},

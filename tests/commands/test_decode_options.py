@@ -13,7 +13,7 @@ from fatdeploy.cli import main
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.models.exportable import Choices, exportable_model
 from fatdeploy.export.pipeline import Origin, write_bundle
-from fatdeploy.runtimes.commands.decode_options import DecodeArguments
+from fatdeploy.runtimes.commands.decode_options import NOT_TYPED, SPELLINGS
 from fatdeploy.runtimes.commands.run_output import Output
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.loop import decode
@@ -171,9 +171,29 @@ def test_what_cannot_be_had_is_one_line_and_exit_code_1(arguments: list[str], re
 
 
 def test_every_option_of_decoding_can_be_typed() -> None:
-    assert {*DecodeArguments.__annotations__, "scores", "processors"} == {one.name for one in fields(DecodeOptions)}
-    typed = {one.name for one in main.get_command(click.Context(main), "run").params}
-    assert typed >= {*DecodeArguments.__annotations__, "scores"}
+    names = {field.name for field in fields(DecodeOptions)}
+    assert {*NOT_TYPED} == {"scores", "processors"} < names
+    typed = {option.name: option for option in main.get_command(click.Context(main), "run").params}
+    assert typed.keys() >= names - {"processors"}
+    assert {*SPELLINGS} < names
+    for name, spellings in SPELLINGS.items():
+        assert typed[name].opts == list(spellings)
+
+
+def test_a_range_of_the_command_line_is_the_one_of_the_option() -> None:
+    typed = {option.name: option for option in main.get_command(click.Context(main), "run").params}
+    whole = ("max_new_tokens", "min_new_tokens", "num_beams", "num_return_sequences", "top_k", "seed")
+    assert [typed[name].type.min for name in whole] == [1, 0, 1, 1, 0, 0]
+    numbers = {name: typed[name].type for name in ("temperature", "top_p", "min_p", "timeout_s")}
+    assert {name: (kind.min, kind.min_open, kind.max, kind.max_open) for name, kind in numbers.items()} == {
+        "temperature": (0, True, None, False),
+        "top_p": (0, True, 1, False),
+        "min_p": (0, False, 1, True),
+        "timeout_s": (0, True, None, False),
+    }
+    assert typed["length_penalty"].type is click.FLOAT
+    plain, shown = DecodeOptions(), (*whole[1:], "top_p", "min_p", "length_penalty")
+    assert [typed[name].default for name in shown] == [getattr(plain, name) for name in shown]
 
 
 def test_a_parallel_model_tries_several_lengths() -> None:

@@ -194,7 +194,7 @@ def test_a_path_with_a_nul_is_refused() -> None:
         (b'{"a": NaN}', "manifest.json cannot be read: NaN is not JSON"),
         (b'{"a": 1e999}', "manifest.json cannot be read: Out of range float values"),
         (b'{"a": ' + b"9" * 5000 + b"}", "manifest.json cannot be read: Exceeds the limit"),
-        (b'{"a": 1, "b": 2, "b": 3}', "manifest.json cannot be read: b stands there more than once"),
+        (b'{"a": 1, "b": 2, "b": 3}', "manifest.json cannot be read: b occurs more than once"),
         (b"[" * 100_000, "manifest.json cannot be read: maximum recursion depth"),
         (b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}", "manifest.json"),
         (b"{}", "manifest.json: format: expected [1, 3], found None"),

@@ -60,7 +60,7 @@ def test_all_bad_lines_are_told_at_once(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"{path}: 4 of 5 lines cannot be used: has no TAB at line 1; has an empty source at line 3; has an empty "
         "target at line 4; is not UTF-8 at line 5 (byte 0xff); a line is a source, one TAB and a target, in UTF-8: "
-        "mend or remove them"
+        "fix or remove them"
     )
 
 

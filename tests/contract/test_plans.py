@@ -71,7 +71,7 @@ def test_a_range_holds_what_lies_between_its_ends() -> None:
 
 
 def test_a_profile_knows_the_axes_of_the_contract_only() -> None:
-    with pytest.raises(ValueError, match="ranges of batch, rows, source, step, found capacity, length"):
+    with pytest.raises(ValueError, match="ranges for batch, rows, source, step, found capacity, length"):
         Profile(sizes={name: SizeRange(least=1, usual=1, most=1) for name in ("batch", "capacity", "length")})
 
 

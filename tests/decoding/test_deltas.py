@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from fatdeploy.runtimes.decoding.deltas import REPLACEMENT, Deltas
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.stops import cut_text
+from fatdeploy.runtimes.decoding.streaming import REPLACEMENT, Deltas
 from fatdeploy.runtimes.text.tokenizer import CharacterTokenizer, PackageTokenizer, Tokenizer
 from fatdeploy.runtimes.text.tokenizer_json import SPECIAL, Kind, TokenizerFile
 from tests.support.text.spellings import KINDS, byte_level_spelling, byte_spelling, ids_of, tokenizer_of

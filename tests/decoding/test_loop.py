@@ -11,8 +11,9 @@ from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.reference.checkpoint import stored_tensors
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
-from fatdeploy.runtimes.decoding.loop import decode, padded
+from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.decoding.sources import padded
 from fatdeploy.runtimes.engines.protocol import Capacity
 from tests.support.choices import AUTOREGRESSIVE, drawn_batch, tiny
 from tests.support.engines.scripted import SPEC, ScriptedEngine

@@ -7,7 +7,7 @@ import pytest
 
 from fatdeploy.errors import ConfigError
 from fatdeploy.runtimes.decoding.loop import decode
-from fatdeploy.runtimes.decoding.options import RANGES, DecodeOptions
+from fatdeploy.runtimes.decoding.options import OPTIONS, DecodeOptions
 from tests.support.engines.tables import WORDS, TableEngine
 
 WHOLE = "must be a whole number from"
@@ -51,8 +51,10 @@ def test_a_wrong_value_is_refused_with_the_name_and_the_range(name: str, value: 
         DecodeOptions(**{name: value})
 
 
-def test_every_option_has_a_range() -> None:
-    assert set(RANGES) == {one.name for one in fields(DecodeOptions)}
+def test_every_option_has_bounds_that_its_default_keeps_and_a_help() -> None:
+    assert set(OPTIONS) == {field.name for field in fields(DecodeOptions)}
+    assert [name for name, record in OPTIONS.items() if record.wrong(name, getattr(DecodeOptions(), name))] == []
+    assert [name for name, record in OPTIONS.items() if not record.help.endswith(".")] == []
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:

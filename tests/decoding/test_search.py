@@ -324,7 +324,7 @@ def test_a_stop_text_may_begin_and_end_inside_of_tokens() -> None:
     with Decoding(engine, [[5]], DecodeOptions(stop=["ow"]), text_of=text_of) as one:
         while one.advance():
             pass
-        assert one.found() == [Hypothesis((3, 4, 5), "stop")]
+        assert one.results() == [Hypothesis((3, 4, 5), "stop")]
 
 
 def test_a_shortlist_multiplies_its_own_rows_alone() -> None:
@@ -404,7 +404,7 @@ WAYS = [{}, {"num_beams": 2}, {"sample": True}, {"sample": True, "top_k": 3, "nu
 def test_controls_that_forbid_everything_are_an_error(way: dict) -> None:
     options = DecodeOptions(suppress_tokens=range(24), **way)
     engine = TableEngine()
-    with pytest.raises(ConfigError, match="leave no token to say after 0"):
+    with pytest.raises(ConfigError, match="forbid every token after 0"):
         decode(engine, [[5]], options)
     assert engine.held == 0
 
@@ -453,11 +453,11 @@ def test_a_deadline_cancels_what_is_not_finished(options: DecodeOptions) -> None
     engine = TableEngine()
     with Decoding(engine, SOURCES, options, deadline=float("inf")) as one:
         n_steps = 0
-        while all(result.finish == "cancelled" for result in one.found()):
+        while all(result.finish == "cancelled" for result in one.results()):
             n_steps += one.advance()
         one._deadline = 0.0
         assert not one.advance()
-        found = one.found()
+        found = one.results()
     assert {result.finish for result in found} == {"eos", "cancelled"}
     for result, expected in zip(found, whole, strict=True):
         if result.finish == "cancelled":
@@ -476,9 +476,9 @@ def test_a_timeout_that_is_over_at_once_says_nothing() -> None:
 
 def test_tokens_so_far_can_be_read_between_steps() -> None:
     with Decoding(TableEngine(), [[5]], DecodeOptions(prefix=[9])) as one:
-        said = [one.said()]
+        said = [one.tokens_so_far()]
         while one.advance():
-            said.append(one.said())
+            said.append(one.tokens_so_far())
         assert said[0] == (9,)
         assert [len(tokens) for tokens in said] == list(range(1, len(said) + 1))
-        assert one.found()[0].tokens == one.said()
+        assert one.results()[0].tokens == one.tokens_so_far()

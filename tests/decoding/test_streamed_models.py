@@ -187,7 +187,7 @@ def test_a_source_that_is_changed_before_the_first_event_is_the_one_that_was_giv
             [7],
             DecodeOptions(num_beams=4, num_return_sequences=2),
             ConfigError,
-            "stream refused: it goes with num_beams = 1 and num_return_sequences = 1, found num_beams = 4, "
+            "stream refused: it needs num_beams = 1 and num_return_sequences = 1, found num_beams = 4, "
             "num_return_sequences = 2; .* use generate",
         ),
         ([7], DecodeOptions(sample=True, num_return_sequences=2), ConfigError, "found num_return_sequences = 2"),

@@ -13,8 +13,8 @@ import pytest
 
 from fatdeploy import ConfigError, DecodeOptions, Event, Hypothesis, Stream
 from fatdeploy.runtimes.decoding import loop as decode
-from fatdeploy.runtimes.decoding.deltas import Deltas
 from fatdeploy.runtimes.decoding.loop import Decoding
+from fatdeploy.runtimes.decoding.streaming import Deltas
 from tests.support.engines.gated import PATIENCE, GatedEngine, collected, eventually
 from tests.support.engines.scripted import SPEC, ScriptedEngine
 
@@ -178,7 +178,7 @@ def test_a_stream_has_one_reader_at_a_time() -> None:
     with ThreadPoolExecutor(1) as threads:
         events = threads.submit(list, stream)
         assert engine.entered.wait(PATIENCE)
-        with pytest.raises(ConfigError, match=r"being read by somebody else: open another with model\.stream"):
+        with pytest.raises(ConfigError, match=r"is reading this stream: open another with model\.stream"):
             next(stream)
         engine.gate.set()
         # The other one goes on.

@@ -348,7 +348,7 @@ def test_bad_lines_of_both_files_are_told_together(tmp_path: Path) -> None:
     path, apart = tmp_path / "pairs.tsv", tmp_path / "apart.tsv"
     path.write_bytes(b"a\tb\nno tab\n")
     apart.write_bytes(b"c\td\n\nno tab either\n")
-    form = "a line is a source, one TAB and a target, in UTF-8: mend or remove them"
+    form = "a line is a source, one TAB and a target, in UTF-8: fix or remove them"
     assert error_of(train(path, tmp_path / "model", "--validation", str(apart))) == (
         f"{path}: 1 of 2 lines cannot be used: has no TAB at line 2; {form}; "
         f"{apart}: 2 of 3 lines cannot be used: is blank at line 2; has no TAB at line 3; {form}"

@@ -21,8 +21,9 @@ from fatdeploy.export.quantize.quantizer import Integers
 from fatdeploy.export.training.run import REPORT
 from fatdeploy.manifest import PARITY
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
-from fatdeploy.runtimes.decoding.loop import decode, padded
+from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.decoding.sources import padded
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.engines.protocol import Engine
 from fatdeploy.runtimes.proof.lockstep import TIE_MARGINS, compared, logit_agreement

@@ -24,8 +24,9 @@ from fatdeploy.export.proof.certify_half import LEAST_AGREEMENT, half_parity
 from fatdeploy.export.reference.presets import PRESETS
 from fatdeploy.export.reference.weights import model_from_preset
 from fatdeploy.manifest import PARITY, PROBES, WEIGHTS
-from fatdeploy.runtimes.decoding.loop import decode, padded
+from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.decoding.sources import padded
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.engines.ort.sessions import OrtOptions, _check_bfloat16
 from fatdeploy.runtimes.engines.output_matrix import stored_output_rows

@@ -115,7 +115,7 @@ def test_all_lines_that_the_model_cannot_read_are_told_at_once(tmp_path: Path) -
         "line 3; source ids must lie in 0…9, found -1 at line 4; source has 5 tokens, more than max_source = 4 at "
         "line 5; source ids must be integers, found object at line 7; "
         f"source {no_ids} at line 8; source ids must lie in 0…9, found 10 at line 9; the model must be able to read "
-        "every source: mend or remove them"
+        "every source: fix or remove them"
     )
 
 

@@ -317,9 +317,9 @@ def test_the_tied_matrix_is_turned_round_outside_of_branches(preset: str) -> Non
 
 
 def test_records_of_integers_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ValueError, match="integers and nothing else have scales"):
+    with pytest.raises(ValueError, match="only integers have scales"):
         OutputMatrix(0, "int8", transposed=False)
-    with pytest.raises(ValueError, match="int4 and nothing else has blocks"):
+    with pytest.raises(ValueError, match="only int4 has blocks"):
         OutputMatrix(0, "int8", transposed=False, scales=8, block_size=32)
     with pytest.raises(ValueError, match="scales must be 0 or more, found -1"):
         OutputMatrix(0, "int8", transposed=False, scales=-1)

@@ -219,7 +219,7 @@ def test_lines_that_are_too_long_are_told_with_their_numbers_in_the_file(tmp_pat
     told = "; ".join(f"{reason} at line {line}" for line, reason in sorted(expected.items()))
     assert str(caught.value) == (
         f"{path}: 3 of 89 lines cannot be used: {told}; a source has 3 tokens at most and a target 6 (--set "
-        "max_source=N --set max_target=N is another limit): mend or remove them"
+        "max_source=N --set max_target=N is another limit): fix or remove them"
     )
 
 
