@@ -28,7 +28,7 @@ from fatdeploy.export.quantize.gate import RANDOM_STEPS, metric_of
 from fatdeploy.export.quantize.quantizer import Quantizer, QuantizeRequest, Trial, check_asked
 from fatdeploy.export.reference.checkpoint import stored_tensors
 from fatdeploy.export.reference.seams import Seams
-from fatdeploy.export.tracing.dialects import OPSET
+from fatdeploy.export.tracing.dialect_base import OPSET
 from fatdeploy.export.tracing.scaled_queries import scaled_queries
 from fatdeploy.export.tracing.simplify import Arrays, simplified
 from fatdeploy.export.tracing.trace import traced_decoder, traced_encoder

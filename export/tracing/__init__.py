@@ -1,1 +1,1 @@
-"""From modules to graphs, each target in its dialect."""
+"""From modules to graphs, in the dialect of each target."""

@@ -11,34 +11,34 @@ from fatdeploy.export.reference.attention import Scores
 
 @contextmanager
 def scaled_queries(model: nn.Module) -> Iterator[None]:
-    """Let queries carry the factor of their scores; afterwards every number of the model is what it was.
+    """Let queries carry the factor of their scores; afterwards the model has its old weights again.
 
-    The same scores up to rounding, without an op for the factor. onnxruntime multiplies one query with all keys as they
-    stand only if there is no factor: with one an int8 step of transformer-base took 1.1 to 1.4 times as long.
+    The scores are the same up to rounding, without an op for the factor. onnxruntime multiplies a query directly with
+    all stored keys only if there is no factor: with it an int8 step of transformer-base took 1.1 to 1.4 times as long.
     """
-    found = [(module, scores) for module in model.modules() if (scores := _scaling(module)) is not None]
-    factors = [scores.scale for _, scores in found]
-    kept = [[tensor.detach().clone() for tensor in _making_queries(module)] for module, _ in found]
+    scaled = [(module, scores) for module in model.modules() if (scores := _scaled_scores(module)) is not None]
+    factors = [scores.scale for _, scores in scaled]
+    originals = [[tensor.detach().clone() for tensor in _query_weights(module)] for module, _ in scaled]
     try:
-        for module, scores in found:
-            for tensor in _making_queries(module):
+        for module, scores in scaled:
+            for tensor in _query_weights(module):
                 tensor.mul_(scores.scale)
             scores.scale = 1.0
         yield
     finally:
-        for (module, scores), factor, tensors in zip(found, factors, kept, strict=True):
+        for (module, scores), factor, tensors in zip(scaled, factors, originals, strict=True):
             scores.scale = factor
-            for tensor, before in zip(_making_queries(module), tensors, strict=True):
-                tensor.copy_(before)
+            for tensor, original in zip(_query_weights(module), tensors, strict=True):
+                tensor.copy_(original)
 
 
-def _scaling(module: nn.Module) -> Scores | None:
+def _scaled_scores(module: nn.Module) -> Scores | None:
     scores = getattr(module, "scores", None)
-    scales = isinstance(scores, Scores) and scores.vectors is None and scores.scale != 1.0
-    return scores if scales else None
+    has_factor = isinstance(scores, Scores) and scores.vectors is None and scores.scale != 1.0
+    return scores if has_factor else None
 
 
-def _making_queries(module: nn.Module) -> list[torch.Tensor]:
+def _query_weights(module: nn.Module) -> list[torch.Tensor]:
     """Return the part of weight and bias that queries come from: the first third where keys and values follow."""
     packed = getattr(module, "qkv", None)
     linear = module.q if packed is None else packed

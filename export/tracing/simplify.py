@@ -1,4 +1,4 @@
-"""Simplify a graph with onnxsim, and refuse the result unless it is valid and computes the same numbers."""
+"""Simplify a graph with onnxsim; the result must be valid and compute the same numbers."""
 
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,15 @@ from fatdeploy.errors import ExportFailed
 from fatdeploy.export.graph_files import move_weights_out, read_structure, strip, write_structure
 from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
 
-# MatMul + Add over three axes would become Reshape, Gemm, Reshape: slower in onnxruntime, and weights no longer alike.
+# MatMul + Add over three axes would become Reshape, Gemm, Reshape: slower in onnxruntime, and weights no longer equal.
 SKIPPED = ["fuse_matmul_add_bias_into_gemm_batched"]
 
 Arrays = dict[str, NDArray[Any]]
 
 
 def simplified(graph: Path, result: Path, samples: list[Arrays]) -> Path:
-    """Write a simpler graph with the same inputs, outputs and, on every sample, numbers; return its path."""
-    _, sure = onnxsim.simplify(
+    """Write a simpler graph with the same inputs and outputs, and equal results on every sample; return its path."""
+    _, checked = onnxsim.simplify(
         str(graph),
         output_path=str(result),
         external_data_threshold="1KB",
@@ -28,7 +28,7 @@ def simplified(graph: Path, result: Path, samples: list[Arrays]) -> Path:
         include_subgraph=True,
         certify=False,
     )
-    if not sure:
+    if not checked:
         raise ExportFailed("onnxsim could not check its own result")
     _keep_contract(graph, result)
     onnx.checker.check_model(result, full_check=True)
@@ -40,7 +40,7 @@ def _keep_contract(graph: Path, result: Path) -> None:
     """Give the result the graph's inputs and outputs: onnxsim's own shapes must not replace the contract's axes."""
     old, new = read_structure(graph), read_structure(result)
     for kind in ("input", "output"):
-        before, after = ([one.name for one in getattr(model.graph, kind)] for model in (old, new))
+        before, after = ([value.name for value in getattr(model.graph, kind)] for model in (old, new))
         if before != after:
             raise ExportFailed(f"simplification changed the {kind}s from {before} to {after}")
         del getattr(new.graph, kind)[:]
@@ -52,15 +52,15 @@ def _keep_contract(graph: Path, result: Path) -> None:
 
 
 def _compare(graph: Path, result: Path, samples: list[Arrays]) -> None:
-    names = [one.name for one in read_structure(graph).graph.output]
-    before, after = _session(graph), _session(result)
+    names = [output.name for output in read_structure(graph).graph.output]
+    original, simpler = _session(graph), _session(result)
     for sample in samples:
-        pairs = zip(names, before.run(None, sample), after.run(None, sample), strict=True)
-        for name, expected, found in pairs:
+        outputs = zip(names, original.run(None, sample), simpler.run(None, sample), strict=True)
+        for name, expected, actual in outputs:
             bound = 1e-5 * max(1.0, float(np.abs(expected).max(initial=0)))
-            if expected.shape != found.shape or not np.allclose(found, expected, rtol=0, atol=bound):
-                sizes = {key: value.shape for key, value in sample.items()}
-                raise ExportFailed(f"simplification changed the output {name} on inputs of shapes {sizes}")
+            if expected.shape != actual.shape or not np.allclose(actual, expected, rtol=0, atol=bound):
+                shapes = {key: value.shape for key, value in sample.items()}
+                raise ExportFailed(f"simplification changed the output {name} on inputs of shapes {shapes}")
 
 
 def _session(graph: Path) -> Any:

@@ -1,4 +1,4 @@
-"""From a reference model to its two ONNX graphs, through torch's dynamo exporter and one of the two dialects."""
+"""From a model to its two ONNX graphs, through torch's dynamo exporter and a dialect."""
 
 import ast
 import gc
@@ -18,30 +18,32 @@ from fatdeploy.errors import ExportFailed, in_one_line
 from fatdeploy.export.graph_files import read_structure, strip, write_structure
 from fatdeploy.export.models.exportable import Exportable
 from fatdeploy.export.reference.seams import Seams, speaking
-from fatdeploy.export.tracing.dialects import OPSET, OrtSeams, StandardSeams
+from fatdeploy.export.tracing.dialect_base import OPSET
+from fatdeploy.export.tracing.dialect_ort import OrtSeams
+from fatdeploy.export.tracing.dialect_standard import StandardSeams
 from fatdeploy.export.tracing.modules import DecoderGraph, EncoderGraph
 from fatdeploy.spec import ModelSpec, TensorSpec
 from fatdeploy.targets import Dialect
 
 DIALECTS: dict[Dialect, type[Seams]] = {"ort": OrtSeams, "standard": StandardSeams}
 SCOPES = "pkg.torch.onnx.name_scopes"
-# Where the graphs' modules hold the model.
+# The path to the model inside ``EncoderGraph`` and ``DecoderGraph``.
 INNER = "model.inner."
-# Sizes of the example that is traced. All differ, so that torch never takes two axes for one; none is 1, which it would
-# take for a constant; rows are a multiple of the batch.
+# Sizes of the example that is traced. All differ, so that torch never treats two axes as one; none is 1, which it would
+# treat as a constant; rows are a multiple of the batch.
 EXAMPLE = {"batch": 2, "rows": 6, "source": 5, "step": 4, "capacity": 7}
 
 
 def traced_encoder(model: Exportable, dialect: Dialect, path: Path) -> Path:
-    """Write the encoder graph: source in, what the decoder needs of it out."""
+    """Write the encoder graph: the source in, what the decoder needs from it out."""
     spec = model.spec
     return _traced(EncoderGraph(model), spec.encoder_inputs(), spec.encoder_outputs(), dialect, path)
 
 
 def traced_decoder(model: Exportable, dialect: Dialect, path: Path, seams: Seams | None = None) -> Path:
-    """Write the decoder graph of one call; with the ``ort`` dialect it computes only what is wanted.
+    """Write the decoder graph of one call; in the ``ort`` dialect it computes only what is wanted.
 
-    ``seams`` are the dialect's unless a target speaks it in its own way.
+    ``seams`` defaults to those of the dialect; a target may have its own.
     """
     branches = dialect == "ort"
     inputs = model.spec.decoder_inputs(branches=branches)
@@ -61,16 +63,17 @@ def _traced(
     fixed = spec.fixed_axes(branches=dialect == "ort")
     sizes = {**{axis: min(size, _longest(axis, spec)) for axis, size in EXAMPLE.items()}, **fixed}
     dynamic = [
-        {i: Dim.AUTO for i, axis in enumerate(one.shape) if axis in EXAMPLE and axis not in fixed} for one in inputs
+        {i: Dim.AUTO for i, axis in enumerate(tensor.shape) if axis in EXAMPLE and axis not in fixed}
+        for tensor in inputs
     ]
     with torch.no_grad(), speaking(seams or DIALECTS[dialect]()), _quiet(), _explained(), _uncollected():
         program = torch.onnx.export(
             graph,
-            ([_example(one, sizes) for one in inputs],),
+            ([_example(tensor, sizes) for tensor in inputs],),
             dynamo=True,
             opset_version=OPSET,
-            input_names=[one.name for one in inputs],
-            output_names=[one.name for one in outputs],
+            input_names=[tensor.name for tensor in inputs],
+            output_names=[tensor.name for tensor in outputs],
             dynamic_shapes=(dynamic,),
             verbose=False,
         )
@@ -90,13 +93,13 @@ def _longest(axis: str, spec: ModelSpec) -> int:
     return longest.get(axis, EXAMPLE[axis])
 
 
-def _example(one: TensorSpec, sizes: dict[str, int]) -> Tensor:
-    return torch.ones(one.sized(sizes), dtype=getattr(torch, one.dtype))
+def _example(tensor: TensorSpec, sizes: dict[str, int]) -> Tensor:
+    return torch.ones(tensor.sized(sizes), dtype=getattr(torch, tensor.dtype))
 
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Turn torch's pages about a graph it could not trace into our error; the pages are its cause."""
+    """Turn torch's long report about a graph it could not trace into one line; the report is its cause."""
     try:
         yield
     except torch.onnx.OnnxExporterError as error:
@@ -106,7 +109,7 @@ def _explained() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch's advice to authors of exporters from users of this one; its errors still come."""
+    """Silence torch's advice to authors of exporters, but not its errors."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -120,9 +123,9 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Keep Python's garbage collector away: torch makes millions of objects, nearly all of which are freed without it.
+    """Turn Python's garbage collector off, which takes a sixth of the time of a trace.
 
-    It takes a sixth of the time of a trace.
+    torch creates millions of objects, and nearly all are freed without it.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -133,11 +136,11 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _name_nodes(graph: onnx.GraphProto, around: str = "") -> None:
-    """Call every node ``module/value``: a profile, a message and a table of weights then speak of the model's parts."""
+def _name_nodes(graph: onnx.GraphProto, outer_module: str = "") -> None:
+    """Name every node ``module/value``, so that profiles, messages and tables of weights name parts of the model."""
     for node in graph.node:
-        # torch forgets the modules of what stands in a branch.
-        module = _module_of(node) or around
+        # torch does not record modules inside a branch.
+        module = _module_of(node) or outer_module
         node.name = f"{module}/{node.output[0]}"
         for attribute in node.attribute:
             if attribute.type == onnx.AttributeProto.GRAPH:
@@ -145,7 +148,7 @@ def _name_nodes(graph: onnx.GraphProto, around: str = "") -> None:
 
 
 def _module_of(node: onnx.NodeProto) -> str:
-    """Return the path of the module that a node comes from; torch tells it for all but sizes."""
+    """Return the path of the module that a node comes from; torch records it for all nodes but those of sizes."""
     scopes = next((entry.value for entry in node.metadata_props if entry.key == SCOPES), "[]")
     modules = [scope for scope in ast.literal_eval(scopes)[:-1] if scope.startswith(INNER)]
     return str(modules[-1]).removeprefix(INNER) if modules else ""
@@ -154,18 +157,18 @@ def _module_of(node: onnx.NodeProto) -> str:
 def _name_axes(
     proto: onnx.ModelProto, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], fixed: dict[str, int]
 ) -> None:
-    """Give axes the names of the contract; one that torch made a constant is an error."""
+    """Give axes the names of the contract; an axis that torch made constant is an error."""
     reasons: list[str] = []
-    for found, expected in zip((*proto.graph.input, *proto.graph.output), (*inputs, *outputs), strict=True):
-        reasons += _named(found, expected, fixed, is_input=found in proto.graph.input)
+    for value, expected in zip((*proto.graph.input, *proto.graph.output), (*inputs, *outputs), strict=True):
+        reasons += _name_axes_of(value, expected, fixed, is_input=value in proto.graph.input)
     if reasons:
-        raise ExportFailed(in_one_line("the traced graph is not what the contract says", reasons))
+        raise ExportFailed(in_one_line("the traced graph does not fit the contract", reasons))
 
 
-def _named(found: Any, expected: TensorSpec, fixed: dict[str, int], *, is_input: bool) -> list[str]:
-    dims = found.type.tensor_type.shape.dim
-    if found.name != expected.name or len(dims) != len(expected.shape):
-        return [f"{expected.name} has {len(expected.shape)} axes, the graph has {found.name} with {len(dims)}"]
+def _name_axes_of(value: Any, expected: TensorSpec, fixed: dict[str, int], *, is_input: bool) -> list[str]:
+    dims = value.type.tensor_type.shape.dim
+    if value.name != expected.name or len(dims) != len(expected.shape):
+        return [f"{expected.name} has {len(expected.shape)} axes, the graph has {value.name} with {len(dims)}"]
     reasons = []
     for place, (dim, axis) in enumerate(zip(dims, expected.shape, strict=True)):
         size = fixed.get(axis, axis) if isinstance(axis, str) else axis

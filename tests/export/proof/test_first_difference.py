@@ -15,7 +15,7 @@ from fatdeploy.export import pipeline
 from fatdeploy.export.graph_files import read_structure, tensor_data
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.proof import first_difference as bisect
-from fatdeploy.export.tracing import dialects
+from fatdeploy.export.tracing import dialect_ort
 from fatdeploy.manifest import DECODER, ENCODER
 from tests.support.bundles import bundle_of
 from tests.support.choices import tiny
@@ -58,14 +58,14 @@ def after(function: Callable[..., Any], spoil: Callable[..., None]) -> Callable[
 def test_a_seam_that_a_dialect_says_wrong_is_found_in_its_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right, calls = dialects.OrtSeams.attend_cached, []
+    right, calls = dialect_ort.OrtSeams.attend_cached, []
 
     def wrong(*arguments: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         mixed, state = right(*arguments)
         calls.append(1)
         return (mixed * 1.001 if len(calls) == 2 else mixed), state
 
-    monkeypatch.setattr(dialects.OrtSeams, "attend_cached", wrong)
+    monkeypatch.setattr(dialect_ort.OrtSeams, "attend_cached", wrong)
     said = miss(tmp_path)
     assert len(calls) == 2
     assert re.match(r"probe 0: it begins at torch → traced, row 0, step \d+: ", said)

@@ -1,4 +1,4 @@
-"""Forms that graphs alone have: the reference's numbers, few ops, and no more memory than the reference takes."""
+"""What only graphs do: the reference's numbers, few ops, and no more memory than the reference needs."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import torch
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.attention import slow_scores
-from fatdeploy.export.tracing.dialects import PAIRS, GraphSeams
+from fatdeploy.export.tracing.dialect_base import PAIRS, GraphSeams
 from fatdeploy.manifest import DECODER, ENCODER
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.engines.protocol import Capacity, Engine, Floats, Want
@@ -26,13 +26,13 @@ def test_slow_scores_are_the_references_however_many_heads_are_compared_at_once(
     queries, keys = (torch.randn(2, length, 4, 16, generator=draw, dtype=torch.float64) for length in (5, 7))
     longest = int((PAIRS / (16 * at_once)) ** 0.5)
     assert max(1, PAIRS // (16 * longest**2)) == at_once
-    found = GraphSeams().slow_scores(queries, keys, longest)
+    actual = GraphSeams().slow_scores(queries, keys, longest)
     expected = slow_scores(queries.transpose(1, 2), keys.transpose(1, 2))
-    assert found.shape == (2, 4, 5, 7)
-    assert float((found - expected).abs().max()) <= 1e-12
+    assert actual.shape == (2, 4, 5, 7)
+    assert float((actual - expected).abs().max()) <= 1e-12
 
 
-def called(engine: Engine[object]) -> list[Floats]:
+def stepped(engine: Engine[object]) -> list[Floats]:
     """Return the logits of a call on BOS and of others after it, in which each source has two rows."""
     state = engine.encode(SOURCE, SOURCE != 0, Capacity(2, 16))
     engine.step(np.array([[1], [1]]), state, Want.LOGITS)
@@ -41,15 +41,15 @@ def called(engine: Engine[object]) -> list[Floats]:
     return [np.array(engine.step(np.array(call), state, Want.LOGITS).logits) for call in calls]
 
 
-def test_a_word_model_is_exact_with_two_rows_a_source_and_several_tokens_a_call_in_few_ops(tmp_path: Path) -> None:
+def test_a_word_model_is_exact_with_two_rows_per_source_and_several_tokens_per_call_in_few_ops(tmp_path: Path) -> None:
     model = tiny(WORDS, base="fat")
     bundle = write_bundle(model, tmp_path / "bundle", origin=Origin(name="words"))
-    for found, expected in zip(called(OrtEngine(bundle)), called(EagerEngine(model)), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * max(1, np.abs(expected).max()))
+    for logits, expected in zip(stepped(OrtEngine(bundle)), stepped(EagerEngine(model)), strict=True):
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * max(1, np.abs(expected).max()))
     encoder, decoder = (bundle.manifest.histograms[name]["simplified"] for name in (ENCODER, DECODER))
-    # Sums and normaliser are two recurrences of one op.
+    # Sums and normaliser are two recurrences, one op each.
     assert (decoder["LinearAttention"], decoder["MultiHeadAttention"]) == (2, 1)
     assert "Transpose" not in decoder
-    # All heads are compared at once: one sum a layer.
+    # All heads are compared at once: one sum per layer.
     assert encoder["ReduceSum"] == 1
     assert "Slice" not in encoder

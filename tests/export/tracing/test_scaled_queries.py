@@ -1,4 +1,4 @@
-"""Queries carry the factor of their scores while a graph is traced, and nothing is changed afterwards."""
+"""Queries carry the factor of their scores while a graph is traced, and the model is unchanged afterwards."""
 
 import math
 
@@ -22,15 +22,15 @@ def test_queries_that_carry_the_factor_give_the_same_logits(preset: str) -> None
     with torch.no_grad():
         expected = model(source, mask, target)
         with scaled_queries(model):
-            found = model(source, mask, target)
-            assert all(one.scale == 1.0 for one in model.modules() if isinstance(one, Scores))
+            scaled = model(source, mask, target)
+            assert all(module.scale == 1.0 for module in model.modules() if isinstance(module, Scores))
             changed = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])]
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(scaled, expected, rtol=0, atol=1e-12)
     assert changed
     assert all(name.endswith((".q.weight", ".q.bias", ".qkv.weight", ".qkv.bias")) for name in changed)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     factor = 1 / math.sqrt(model.config.head_width)
-    assert all(one.scale == factor for one in model.modules() if isinstance(one, Scores))
+    assert all(module.scale == factor for module in model.modules() if isinstance(module, Scores))
 
 
 def test_an_error_leaves_the_model_as_it_was() -> None:
@@ -46,10 +46,10 @@ def test_no_attention_of_a_graph_has_a_factor() -> None:
     for part in (ENCODER, DECODER):
         nodes = [node for graph in graphs_of(read_structure(bundle.file(part)).graph) for node in graph.node]
         scales = [
-            one.f
+            attribute.f
             for node in nodes
             if node.op_type == "MultiHeadAttention"
-            for one in node.attribute
-            if one.name == "scale"
+            for attribute in node.attribute
+            if attribute.name == "scale"
         ]
         assert scales == [1.0] * (2 if part == ENCODER else 4)
