@@ -100,7 +100,7 @@ def train(
     """
     need_export_packages()
     from fatdeploy.errors import ConfigError
-    from fatdeploy.export.models.names import typed_folder
+    from fatdeploy.export.models.loading import typed_folder
     from fatdeploy.export.training.data import read_parts
     from fatdeploy.export.training.run import REPORT, Training, TrainingPlan
 

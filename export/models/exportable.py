@@ -34,14 +34,14 @@ class Memory:
 
 @dataclass(frozen=True)
 class State:
-    """How many positions were fed before (a tensor without axes), and what ``start`` or the last step returned."""
+    """How many positions came before (a tensor without axes), and what ``start`` or the last step returned."""
 
     position: Tensor
     tensors: Tensors  # as the spec's ``state`` describes them
 
 
-class OwnModel(Protocol):
-    """A model of your own: a contract and four methods. An nn.Module, so that its weights are found."""
+class UserModel(Protocol):
+    """Your own model: a contract and four methods. An nn.Module, so that its weights are found."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -49,11 +49,11 @@ class OwnModel(Protocol):
         ...
 
     def encode(self, source: Tensor, source_mask: Tensor) -> Tensors:
-        """Return the memory: all that the decoder needs of source [B, S]."""
+        """Return the memory: all that the decoder needs from source [B, S]."""
         ...
 
     def start(self, memory: Memory) -> Tensors:
-        """Return the state before the first token, one row a source."""
+        """Return the state before the first token, one row per source."""
         ...
 
     def step(self, tokens: Tensor, state: State, memory: Memory) -> tuple[Tensor, Tensors]:
@@ -61,17 +61,17 @@ class OwnModel(Protocol):
         ...
 
     def forward(self, source: Tensor, source_mask: Tensor, target_in: Tensor) -> Tensor:
-        """Return logits [B, T, V] of a whole target at once."""
+        """Return logits [B, T, V] for a whole target at once."""
         ...
 
 
 @dataclass(frozen=True)
 class DecoderOutput:
-    """What a call of the decoder gave, before logits are asked for."""
+    """What a call of the decoder returned, before logits are computed."""
 
     hidden: Tensor | None
     attention: Tensor | None
-    inner: Any  # what the model itself needs to make logits of it
+    inner: Any  # what the model itself computes logits from
 
 
 class Exportable(nn.Module):
@@ -94,7 +94,7 @@ class Exportable(nn.Module):
         """Return what the decoder makes of ``tokens``, and the next state."""
         raise NotImplementedError
 
-    def logits(self, called: DecoderOutput, memory: Memory) -> Tensor:
+    def logits(self, output: DecoderOutput, memory: Memory) -> Tensor:
         """Return the scores of the vocabulary."""
         raise NotImplementedError
 
@@ -126,20 +126,20 @@ class ExportableReference(Exportable):
         self, tokens: Tensor, position: Position, past: Tensors, memory: Memory
     ) -> tuple[DecoderOutput, Tensors]:
         layers = self.inner.config.decoder_layers
-        each = len(past) // layers
-        state = DecoderState(position, [past[index * each : (index + 1) * each] for index in range(layers)])
+        per_layer = len(past) // layers
+        parts = [past[index * per_layer : (index + 1) * per_layer] for index in range(layers)]
+        state = DecoderState(position, parts)
         layer = None if self.spec.alignment is None else self.spec.alignment.layer
         decoded, state = self.inner.decode(tokens, state, self._memory(memory), weights_of=layer)
         attention = None if layer is None else decoded.weights.get(layer, self._no_attention(decoded.hidden, memory))
-        return DecoderOutput(decoded.hidden, attention, decoded), tuple(
-            tensor for one in state.layers for tensor in one
-        )
+        present = tuple(tensor for tensors in state.layers for tensor in tensors)
+        return DecoderOutput(decoded.hidden, attention, decoded), present
 
-    def logits(self, called: DecoderOutput, memory: Memory) -> Tensor:
-        return self.inner.logits(called.inner, self._memory(memory))
+    def logits(self, output: DecoderOutput, memory: Memory) -> Tensor:
+        return self.inner.logits(output.inner, self._memory(memory))
 
     def output_matrix(self) -> Tensor | None:
-        # Copying makes log-probabilities of a mixture.
+        # With copying, logits are log-probabilities of a mixture.
         return None if self.inner.config.copy else self.inner.output.weight
 
     def _memory(self, memory: Memory) -> SourceMemory:
@@ -151,7 +151,7 @@ class ExportableReference(Exportable):
 
 
 class ExportableUserModel(Exportable):
-    """A model of somebody else's."""
+    """A model of the user."""
 
     def __init__(self, model: nn.Module, spec: ModelSpec) -> None:
         super().__init__()
@@ -170,32 +170,32 @@ class ExportableUserModel(Exportable):
         logits, present = self.inner.step(tokens, State(torch.as_tensor(position), past), memory)
         return DecoderOutput(None, None, logits), tuple(present)
 
-    def logits(self, called: DecoderOutput, memory: Memory) -> Tensor:  # noqa: ARG002
-        logits: Tensor = called.inner
+    def logits(self, output: DecoderOutput, memory: Memory) -> Tensor:  # noqa: ARG002
+        logits: Tensor = output.inner
         return logits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What an export may choose of a model's contract; None leaves what the model says."""
+    """What an export may change in a model's contract; None keeps the model's own value."""
 
     max_source: int | None = None
     max_target: int | None = None
-    top_k: int | None = None  # best tokens that a step can return
+    top_k: int | None = None  # how many best tokens a step can return
     attention_layer: int | None = None  # the layer whose cross-attention weights a step returns
 
     def applied(self, spec: ModelSpec, model: nn.Module) -> ModelSpec:
-        """Return the model's contract with these choices in it; all that cannot be had is one ConfigError."""
-        most = {"max_source": spec.max_source, "max_target": spec.max_target, "top_k": spec.vocab_size}
-        chosen = {name: getattr(self, name) for name in most if getattr(self, name) is not None}
+        """Return the model's contract with these choices; all that are not possible are one ConfigError."""
+        limits = {"max_source": spec.max_source, "max_target": spec.max_target, "top_k": spec.vocab_size}
+        chosen = {name: getattr(self, name) for name in limits if getattr(self, name) is not None}
         reasons = [
-            f"{name} must lie in 1…{most[name]}, found {value}"
+            f"{name} must lie in 1…{limits[name]}, found {value}"
             for name, value in chosen.items()
-            if not 1 <= value <= most[name]
+            if not 1 <= value <= limits[name]
         ]
         reasons += self._wrong_layer(model)
         if reasons:
-            raise ConfigError(in_one_line("the model cannot be exported so", reasons))
+            raise ConfigError(in_one_line("the model cannot be exported with these options", reasons))
         if isinstance(model, ReferenceModel) and self.attention_layer is not None:
             chosen["alignment"] = AlignmentSpec(self.attention_layer, model.config.heads)
         return replace(spec, **chosen)
@@ -204,19 +204,19 @@ class Choices:
         if self.attention_layer is None:
             return []
         if not isinstance(model, ReferenceModel):
-            return ["attention of a model of your own is not known to the exporter"]
+            return ["the exporter does not know the attention of your own model"]
         last = model.config.decoder_layers - 1
-        found = self.attention_layer
-        return [] if 0 <= found <= last else [f"attention must be a decoder layer in 0…{last}, found {found}"]
+        layer = self.attention_layer
+        return [] if 0 <= layer <= last else [f"attention must be a decoder layer in 0…{last}, found {layer}"]
 
 
 def exportable_model(model: object, choices: Choices | None = None) -> Exportable:
-    """Return a model, one of ours or of your own, behind flat tensors."""
+    """Return any model, ours or the user's, behind flat tensors."""
     if isinstance(model, Exportable):
         return model if choices is None else exportable_model(model.inner, choices)
-    reasons = lacking(model)
+    reasons = missing_parts(model)
     if reasons or not isinstance(model, nn.Module):
-        raise ConfigError(in_one_line(f"a {type(model).__name__} is not a model that can be exported", reasons))
+        raise ConfigError(in_one_line(f"{type(model).__name__} is not a model that can be exported", reasons))
     choices = choices or Choices()
     if isinstance(model, ReferenceModel):
         return ExportableReference(model.eval(), choices.applied(model.spec, model))
@@ -224,8 +224,8 @@ def exportable_model(model: object, choices: Choices | None = None) -> Exportabl
     return ExportableUserModel(model.eval(), choices.applied(spec, model))
 
 
-def lacking(model: object) -> list[str]:
-    """Say what an object lacks of ``OwnModel``."""
+def missing_parts(model: object) -> list[str]:
+    """Return what an object lacks to be a ``UserModel``, as reasons."""
     reasons = [] if isinstance(model, nn.Module) else ["it must be a torch.nn.Module, so that its weights are found"]
     if not isinstance(getattr(model, "spec", None), ModelSpec):
         reasons.append("it has no spec (a fatdeploy.spec.ModelSpec)")

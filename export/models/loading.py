@@ -1,4 +1,4 @@
-"""What can be exported: the bundled model, a preset, a checkpoint's folder, or a model of your own."""
+"""What can be exported: the bundled model, a preset, a checkpoint folder, or your own model."""
 
 from pathlib import Path
 
@@ -6,17 +6,16 @@ from torch import nn
 
 from fatdeploy.errors import ConfigError
 from fatdeploy.export import g2p
-from fatdeploy.export.models.names import check_meaning
 from fatdeploy.export.models.user_models import is_factory, model_from_factory
 from fatdeploy.export.pipeline import Origin
-from fatdeploy.export.reference.checkpoint import TOKENIZER, load_checkpoint
+from fatdeploy.export.reference.checkpoint import CONFIG, TOKENIZER, load_checkpoint
 from fatdeploy.export.reference.presets import preset_names
 from fatdeploy.export.reference.weights import model_from_preset
 
 
 def model_from_source(source: str, *, licence: str | None = None) -> tuple[nn.Module, Origin]:
     """Return the model that a name, a folder or ``package.module:factory`` stands for, and where it comes from."""
-    check_meaning(source)
+    _check_unambiguous(source)
     if source in preset_names():
         return model_from_preset(source), Origin(name=source, licence=licence, random=True)
     if source == g2p.NAME:
@@ -29,7 +28,7 @@ def model_from_source(source: str, *, licence: str | None = None) -> tuple[nn.Mo
     if is_factory(source):
         return model_from_factory(source), Origin(name=source, licence=licence)
     raise ConfigError(
-        f"{source} is neither {g2p.NAME} nor a preset nor a checkpoint's folder nor package.module:factory. "
+        f"{source} is not {g2p.NAME}, a preset, a checkpoint folder or package.module:factory. "
         f"Presets: {', '.join(preset_names())}"
     )
 
@@ -44,3 +43,23 @@ def bundled_model(*, licence: str | None = None) -> tuple[nn.Module, Origin]:
         probes=g2p.PROBES,
     )
     return load_checkpoint(g2p.CHECKPOINT), origin
+
+
+def typed_folder(folder: Path) -> str:
+    """Return what to type to export this folder, even if a model of fatdeploy has the same name."""
+    return f"./{folder}" if _is_name(str(folder)) else str(folder)
+
+
+def _is_name(source: str) -> bool:
+    """Return whether this is the name of the bundled model or of a preset, whatever folders exist."""
+    return source == g2p.NAME or source in preset_names()
+
+
+def _check_unambiguous(source: str) -> None:
+    """Refuse a name that is also a checkpoint folder here: either model could be meant."""
+    if _is_name(source) and (Path(source) / CONFIG).is_file():
+        kind = "the bundled model" if source == g2p.NAME else "a preset"
+        raise ConfigError(
+            f"{source} is both {kind} and a checkpoint folder here: type ./{source} for the folder, or run this in "
+            f"another directory for {kind}"
+        )

@@ -1,4 +1,4 @@
-"""Models of your own: found by ``package.module:factory``, and checked against their description before tracing."""
+"""Your own models: found by ``package.module:factory``, and checked against their spec before tracing."""
 
 import importlib
 import sys
@@ -12,7 +12,7 @@ from fatdeploy.errors import ConfigError, ExportFailed, in_one_line
 from fatdeploy.export.models.exportable import Exportable, Memory, exportable_model
 from fatdeploy.spec import ModelSpec, TensorSpec
 
-# A source of three tokens beside one of two, and so many target tokens: enough to see padding, rows and a second step.
+# Two sources and a target of four tokens: enough to test padding, rows and a second step.
 LENGTHS, STEPS = (3, 2), 4
 
 
@@ -23,7 +23,7 @@ def is_factory(source: str) -> bool:
 
 
 def model_from_factory(source: str) -> nn.Module:
-    """Return what ``package.module:factory`` makes; modules are found as ``python -m`` finds them."""
+    """Return the model of ``package.module:factory``; modules are found as ``python -m`` finds them."""
     module_name, _, name = source.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
@@ -31,33 +31,33 @@ def model_from_factory(source: str) -> nn.Module:
     try:
         factory = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{source} cannot be had: {error}; expected package.module:factory") from error
+        raise ConfigError(f"cannot load {source}: {error}; expected package.module:factory") from error
     model = factory()
-    check_own_model(exportable_model(model))
+    check_user_model(exportable_model(model))
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{source} returned a {type(model).__name__}, expected a torch.nn.Module")
     return model
 
 
 @torch.inference_mode()
-def check_own_model(model: Exportable) -> None:
-    """Raise ExportFailed unless memory and state are as described, and ``forward`` agrees with repeated steps."""
+def check_user_model(model: Exportable) -> None:
+    """Raise ExportFailed unless memory and state fit the spec, and ``forward`` agrees with repeated steps."""
     spec = model.spec
     source, mask, tokens = _drawn_example(spec)
     (batch, longest), steps = source.shape, tokens.shape[1]
     sizes = {"batch": batch, "rows": batch, "source": longest, "capacity": spec.max_target}
     memory = Memory(source, mask, model.encoded(source, mask))
     state = model.started(memory, spec.max_target)
-    encoded = wrong_tensors("encode", memory.tensors, spec.memory, sizes)
-    _refuse([*encoded, *wrong_tensors("start", state, spec.state, sizes)])
+    encoded = _wrong_tensors("encode", memory.tensors, spec.memory, sizes)
+    _refuse([*encoded, *_wrong_tensors("start", state, spec.state, sizes)])
     whole = model.inner(source, mask, tokens)
-    _refuse(wrong_logits("forward", whole, [batch, steps, spec.vocab_size]))
+    _refuse(_wrong_logits("forward", whole, [batch, steps, spec.vocab_size]))
     for position in range(steps):
-        called, state = model.called(tokens[:, position : position + 1], position, state, memory)
-        found = model.logits(called, memory)
-        stepped = wrong_tensors("step", state, spec.state, sizes)
-        _refuse([*stepped, *wrong_logits("step", found, [batch, 1, spec.vocab_size])])
-        check_equal(position, found[:, 0], whole[:, position])
+        output, state = model.called(tokens[:, position : position + 1], position, state, memory)
+        logits = model.logits(output, memory)
+        stepped = _wrong_tensors("step", state, spec.state, sizes)
+        _refuse([*stepped, *_wrong_logits("step", logits, [batch, 1, spec.vocab_size])])
+        _check_equal(position, logits[:, 0], whole[:, position])
 
 
 def _drawn_example(spec: ModelSpec) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,36 +72,34 @@ def _drawn_example(spec: ModelSpec) -> tuple[Tensor, Tensor, Tensor]:
 
 def _refuse(reasons: list[str]) -> None:
     if reasons:
-        raise ExportFailed(in_one_line("the model is not what its spec says", reasons))
+        raise ExportFailed(in_one_line("the model does not fit its spec", reasons))
 
 
-def wrong_logits(method: str, logits: Tensor, expected: list[int]) -> list[str]:
-    """Say what is wrong with the logits that a method returned."""
-    found = list(logits.shape)
-    return [] if found == expected else [f"{method} returned logits {found}, expected {expected}"]
+def _wrong_logits(method: str, logits: Tensor, expected: list[int]) -> list[str]:
+    shape = list(logits.shape)
+    return [] if shape == expected else [f"{method} returned logits {shape}, expected {expected}"]
 
 
-def check_equal(position: int, found: Tensor, expected: Tensor) -> None:
-    """Raise ExportFailed unless a step gave what ``forward`` gives at its position."""
+def _check_equal(position: int, stepped: Tensor, expected: Tensor) -> None:
+    """Raise ExportFailed unless a step returned the logits of ``forward`` at its position."""
     bound = 1e-5 * max(1.0, float(expected.abs().max()))
-    difference = float((found - expected).abs().max())
+    difference = float((stepped - expected).abs().max())
     if not difference <= bound:
         raise ExportFailed(
             f"step and forward disagree at position {position} by {difference:.1e} in logits, more than {bound:.1e}; "
-            "the state must carry all that forward knows of the positions before"
+            "the state must carry all that forward knows about earlier positions"
         )
 
 
-def wrong_tensors(
+def _wrong_tensors(
     method: str, tensors: tuple[Tensor, ...], specs: tuple[TensorSpec, ...], sizes: dict[str, int]
 ) -> list[str]:
-    """Say what of a method's tensors is not as the spec describes it."""
     if len(tensors) != len(specs):
         return [f"{method} returned {len(tensors)} tensors, the spec describes {len(specs)}"]
     reasons = []
     for tensor, spec in zip(tensors, specs, strict=True):
-        found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        actual = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
         expected = f"{spec.dtype} {list(spec.sized(sizes))}"
-        if found != expected:
-            reasons.append(f"{method} returned {spec.name} as {found}, the spec says {expected}")
+        if actual != expected:
+            reasons.append(f"{method} returned {spec.name} as {actual}, the spec says {expected}")
     return reasons

@@ -134,7 +134,7 @@ def test_copying_in_a_hybrid_model_is_exact(tmp_path: Path) -> None:
     ],
 )
 def test_what_the_model_has_not_is_refused_all_at_once(choices: Choices, reasons: str) -> None:
-    with pytest.raises(ConfigError, match=f"^the model cannot be exported so: {reasons}$"):
+    with pytest.raises(ConfigError, match=f"^the model cannot be exported with these options: {reasons}$"):
         exportable_model(model_with("plain"), choices)
 
 
@@ -143,7 +143,7 @@ def test_the_command_says_in_one_line_what_cannot_be_had_and_writes_nothing(tmp_
     result = CliRunner().invoke(main, ["export", "fat-tiny", *arguments])
     assert result.exit_code == 1
     assert result.stderr == (
-        "Error: the model cannot be exported so: max_source must lie in 1…256, found 257; "
+        "Error: the model cannot be exported with these options: max_source must lie in 1…256, found 257; "
         "max_target must lie in 1…256, found 300; attention must be a decoder layer in 0…1, found 2\n"
     )
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Bad input to a model or an engine: each a clear error, before anything is computed."""
+"""Bad input to a model or an engine is a clear error before anything is computed."""
 
 import numpy as np
 import pytest
@@ -75,14 +75,14 @@ def test_a_step_past_max_target_is_refused_and_the_state_stays_as_it_was(attenti
     assert state.position == 3
 
 
-def test_a_step_past_the_capacity_that_was_asked_for_is_refused(engine: EagerEngine) -> None:
+def test_a_step_past_the_requested_capacity_is_refused(engine: EagerEngine) -> None:
     state = engine.encode(SOURCE, MASK, Capacity(1, 2))
     with pytest.raises(SpecMismatch, match="a step to position 3 is past"):
         engine.step(np.full((2, 3), 1), state, Want.LOGITS)
 
 
 @pytest.mark.parametrize("positions", [0, 4])
-def test_a_capacity_that_the_model_cannot_have_is_refused(engine: EagerEngine, positions: int) -> None:
+def test_a_capacity_outside_of_the_models_range_is_refused(engine: EagerEngine, positions: int) -> None:
     with pytest.raises(ConfigError, match=rf"capacity must lie in 1…3 \(max_target\), found {positions}"):
         engine.encode(SOURCE, MASK, Capacity(1, positions))
 

@@ -1,4 +1,4 @@
-"""What decoding holds: constant-size state, caches allocated once, the contract's shapes, memory of slow attention."""
+"""Memory of decoding: constant-size state, caches allocated once, shapes of the contract, slow attention."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ def started(preset: str, rows: int = 2) -> tuple[EagerEngine, EagerState]:
 def test_recurrent_state_is_as_large_after_200_steps_as_after_5(preset: str) -> None:
     engine, state = started(preset)
     at_5 = after(engine, state, 5).n_bytes()
-    # rows x heads x (features x width + features) floats a layer
+    # rows x heads x (features x width + features) floats per layer
     assert at_5 == 2 * (2 * 2 * (16 * 16 + 16)) * 4
     assert after(engine, state, 195).n_bytes() == at_5
 
@@ -39,11 +39,11 @@ def test_recurrent_state_is_as_large_after_200_steps_as_after_5(preset: str) -> 
 @pytest.mark.parametrize("preset", ["transformer", "fast"])
 def test_caches_are_allocated_once_and_stay_where_they_are(preset: str) -> None:
     engine, state = started(preset)
-    places = [tensor.data_ptr() for tensor in state.tensors]
+    addresses = [tensor.data_ptr() for tensor in state.tensors]
     size = state.n_bytes()
     assert size == 2 * (2 * 2 * 2 * 256 * 16) * 4
     after(engine, state, 200)
-    assert [tensor.data_ptr() for tensor in state.tensors] == places
+    assert [tensor.data_ptr() for tensor in state.tensors] == addresses
     assert state.n_bytes() == size
 
 
@@ -91,7 +91,7 @@ def test_top_k_is_the_head_of_the_log_softmax() -> None:
 
 
 @pytest.mark.parametrize(("rows", "per_source"), [([0, 1, 0], 1), ([0, 0, 1], 1), ([], 1), ([0, 2, 1, 3], 2)], ids=str)
-def test_rows_that_are_not_side_by_side_and_equally_many_are_refused(rows: list[int], per_source: int) -> None:
+def test_rows_that_are_not_adjacent_and_equally_many_per_source_are_refused(rows: list[int], per_source: int) -> None:
     with pytest.raises(SpecMismatch, match="rows of one source must stand together"):
         sources_of_rows(np.array(rows, np.int64), per_source)
 
@@ -135,5 +135,5 @@ def test_slow_attention_over_512_positions_needs_less_than_600_mb() -> None:
     run = subprocess.run([sys.executable, "-c", SLOW_AT_512], capture_output=True, text=True, check=True)
     extra = int(run.stdout)
     print(f"slow attention, fat-base, B = 4, S = 512: {extra / 1e6:.0f} MB extra")
-    # One [B, H, S, S] plane is 34 MB and must have existed: a smaller reading would mean that nothing was measured.
+    # One [B, H, S, S] plane is 34 MB and must have existed: a smaller number would mean that nothing was measured.
     assert 34e6 < extra < 600e6

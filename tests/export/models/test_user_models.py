@@ -1,4 +1,4 @@
-"""A model of your own: the README's example through the command line, and what is wrong with one said in one line."""
+"""Your own model: the README's example through the command line, and every mistake in it as one line."""
 
 import re
 import sys
@@ -18,7 +18,7 @@ from fatdeploy.cli import main
 from fatdeploy.errors import ConfigError, ExportFailed, SpecMismatch
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.models.exportable import exportable_model
-from fatdeploy.export.models.user_models import check_own_model
+from fatdeploy.export.models.user_models import check_user_model
 from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.engines.protocol import Capacity, Engine, Want
@@ -37,7 +37,7 @@ def build() -> Any:
 
 
 def exported(folder: Path, source: str, out: Path, *options: str) -> Result:
-    """Run the command in a folder, and leave neither its modules nor its place on the path to other tests."""
+    """Run the command in a folder, without leaving its modules or its entry in ``sys.path`` to other tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(sys, "path", [*sys.path])
@@ -56,9 +56,9 @@ def bundle(request: pytest.FixtureRequest, tmp_path: Path) -> Bundle:
         assert (result.exit_code, result.stderr) == (0, "")
         assert "624 tokens of 13 rows are the reference's" in result.stdout
 
-    found = shared_bundle(f"own-{target}", write)
-    assert (found.manifest.dialect, found.manifest.source.name) == (dialect, "my_model:build")
-    return found
+    bundle = shared_bundle(f"own-{target}", write)
+    assert (bundle.manifest.dialect, bundle.manifest.source.name) == (dialect, "my_model:build")
+    return bundle
 
 
 def test_the_readmes_model_is_decoded_as_in_pytorch(bundle: Bundle) -> None:
@@ -66,36 +66,36 @@ def test_the_readmes_model_is_decoded_as_in_pytorch(bundle: Bundle) -> None:
     sources = [draw.integers(3, 64, length).tolist() for length in (1, 2, 5, 31, 32, 7, 8, 9)]
     expected = decode(EagerEngine(build()), sources)
     assert decode(OrtEngine(bundle), sources) == expected
-    assert len({one.tokens for one in expected}) == 8
-    assert sum(len(set(one.tokens)) for one in expected) >= 8 * 6
+    assert len({hypothesis.tokens for hypothesis in expected}) == 8
+    assert sum(len(set(hypothesis.tokens)) for hypothesis in expected) >= 8 * 6
 
 
 def stepped(engine: Engine[Any]) -> list[np.ndarray]:
-    """Return logits and best tokens of calls between which rows multiply, change places and leave."""
+    """Return logits and best tokens of calls between which rows are copied, swapped and dropped."""
     source = np.array([[5, 6, 7, 8], [40, 41, 0, 0], [9, 10, 11, 0]])
     state = engine.encode(source, source != 0, Capacity(2, 12))
     first = engine.step(np.array([[1, 30], [1, 31], [1, 32]]), state, Want.LOGITS).logits
-    found = [np.array(first)]
+    arrays = [np.array(first)]
     engine.reorder(state, np.array([0, 0, 1, 1, 2, 2]))
-    found.append(np.array(engine.step(np.arange(20, 26)[:, None], state, Want.LOGITS).logits))
+    arrays.append(np.array(engine.step(np.arange(20, 26)[:, None], state, Want.LOGITS).logits))
     engine.reorder(state, np.array([5, 4, 1, 0]))
     last = engine.step(np.arange(8).reshape(4, 2) + 12, state, Want.TOPK)
-    return [*found, np.array(last.top_log_probs), np.array(last.top_ids)]
+    return [*arrays, np.array(last.top_log_probs), np.array(last.top_ids)]
 
 
-def test_rows_of_one_source_go_their_own_ways(bundle: Bundle) -> None:
-    found, expected = stepped(OrtEngine(bundle)), stepped(EagerEngine(build()))
-    assert [one.shape for one in found] == [(3, 2, 64), (6, 1, 64), (4, 2, 16), (4, 2, 16)]
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * max(1.0, float(np.abs(other).max())))
-    # Two rows of one source that read different tokens say different things.
-    assert np.abs(found[1][0] - found[1][1]).max() > 0.1
+def test_rows_of_one_source_are_decoded_separately(bundle: Bundle) -> None:
+    arrays, references = stepped(OrtEngine(bundle)), stepped(EagerEngine(build()))
+    assert [array.shape for array in arrays] == [(3, 2, 64), (6, 1, 64), (4, 2, 16), (4, 2, 16)]
+    for array, expected in zip(arrays, references, strict=True):
+        np.testing.assert_allclose(array, expected, rtol=0, atol=1e-5 * max(1.0, float(np.abs(expected).max())))
+    # Two rows of one source that read different tokens have different logits.
+    assert np.abs(arrays[1][0] - arrays[1][1]).max() > 0.1
 
 
-def test_a_hidden_state_that_the_model_does_not_tell_is_refused(bundle: Bundle) -> None:
+def test_a_request_for_a_hidden_state_that_the_model_does_not_return_is_refused(bundle: Bundle) -> None:
     for engine in (OrtEngine(bundle), EagerEngine(build())):
         state = engine.encode(np.array([[5]]), np.ones((1, 1), bool), Capacity(1, 4))
-        with pytest.raises(SpecMismatch, match="gives logits alone: its hidden state cannot be had"):
+        with pytest.raises(SpecMismatch, match="hidden state"):
             engine.step(np.array([[1]]), state, Want.HIDDEN)
         assert engine.step(np.array([[1]]), state, Want.LOGITS).hidden is None
         assert engine.output_rows(np.array([3])) is None
@@ -104,22 +104,22 @@ def test_a_hidden_state_that_the_model_does_not_tell_is_refused(bundle: Bundle) 
 @pytest.mark.parametrize(
     ("source", "options", "reason"),
     [
-        ("no_such_module:build", [], "no_such_module:build cannot be had: No module named 'no_such_module'"),
+        ("no_such_module:build", [], "cannot load no_such_module:build: No module named 'no_such_module'"),
         (
             "own_model:no_such_factory",
             [],
-            "own_model:no_such_factory cannot be had: module 'own_model' has no attribute",
+            "cannot load own_model:no_such_factory: module 'own_model' has no attribute",
         ),
-        ("own_model:number", [], "a int is not a model that can be exported: it must be a torch.nn.Module"),
-        ("own_model:build", ["--attention", "0"], "attention of a model of your own is not known to the exporter"),
+        ("own_model:number", [], "int is not a model that can be exported: it must be a torch.nn.Module"),
+        ("own_model:build", ["--attention", "0"], "the exporter does not know the attention of your own model"),
         (
             "own_model:",
             [],
-            "own_model: is neither g2p nor a preset nor a checkpoint's folder nor package.module:factory",
+            "own_model: is not g2p, a preset, a checkpoint folder or package.module:factory",
         ),
     ],
 )
-def test_a_factory_that_gives_no_model_is_one_line(
+def test_a_factory_that_returns_no_model_is_one_line(
     tmp_path: Path, source: str, options: list[str], reason: str
 ) -> None:
     (tmp_path / "own_model.py").write_text(f"{EXAMPLE}\n\ndef number():\n    return 3\n")
@@ -130,15 +130,15 @@ def test_a_factory_that_gives_no_model_is_one_line(
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["own_model.py"]
 
 
-def test_everything_that_a_model_lacks_is_said_at_once() -> None:
+def test_everything_that_a_model_lacks_is_listed_at_once() -> None:
     for model in (object(), nn.Linear(2, 2), nn.Module()):
         reasons = ["it has no spec", *(f"it has no method {name}" for name in ("encode", "start", "step"))]
         reasons = [*["it must be a torch.nn.Module"] * (not isinstance(model, nn.Module)), *reasons]
         reasons += ["it has no method forward"] * (not isinstance(model, nn.Linear))
         with pytest.raises(ConfigError, match="not a model that can be exported") as caught:
             exportable_model(model)
-        found = str(caught.value).partition(": ")[2].split("; ")
-        assert [re.split(r",| \(", reason)[0] for reason in found] == reasons
+        listed = str(caught.value).partition(": ")[2].split("; ")
+        assert [re.split(r",| \(", reason)[0] for reason in listed] == reasons
 
 
 def changed(method: str, change: Callable[..., Any]) -> nn.Module:
@@ -150,19 +150,22 @@ def changed(method: str, change: Callable[..., Any]) -> nn.Module:
 
 
 def step_result(change: Callable[[Tensor, Tensor, Any], tuple[Tensor, tuple[Tensor, ...]]]) -> nn.Module:
-    return changed("step", lambda said, _, state, __: change(said[0], said[1][0], state))
+    return changed("step", lambda output, _, state, __: change(output[0], output[1][0], state))
 
 
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (lambda: changed("encode", lambda said, *_: (*said, *said)), "encode returned 2 tensors, the spec describes 1"),
         (
-            lambda: changed("encode", lambda said, *_: (said[0][..., :31],)),
+            lambda: changed("encode", lambda tensors, *_: (*tensors, *tensors)),
+            "encode returned 2 tensors, the spec describes 1",
+        ),
+        (
+            lambda: changed("encode", lambda tensors, *_: (tensors[0][..., :31],)),
             r"encode returned encoded as float32 \[2, 3, 31\], the spec says float32 \[2, 3, 32\]",
         ),
         (
-            lambda: changed("start", lambda said, *_: (said[0].double(),)),
+            lambda: changed("start", lambda tensors, *_: (tensors[0].double(),)),
             r"start returned sum as float64 \[2, 32\], the spec says float32 \[2, 32\]",
         ),
         (
@@ -174,41 +177,41 @@ def step_result(change: Callable[[Tensor, Tensor, Any], tuple[Tensor, tuple[Tens
             r"step returned logits \[2, 4, 64\], expected \[2, 1, 64\]",
         ),
         (
-            lambda: changed("forward", lambda said, *_: said[..., 1:]),
+            lambda: changed("forward", lambda logits, *_: logits[..., 1:]),
             r"forward returned logits \[2, 4, 63\], expected \[2, 4, 64\]",
         ),
     ],
 )
-def test_a_model_that_is_not_what_its_spec_says_is_refused(model: Callable[[], nn.Module], reason: str) -> None:
-    with pytest.raises(ExportFailed, match=f"^the model is not what its spec says: {reason}$"):
-        check_own_model(exportable_model(model()))
+def test_a_model_that_does_not_fit_its_spec_is_refused(model: Callable[[], nn.Module], reason: str) -> None:
+    with pytest.raises(ExportFailed, match=f"^the model does not fit its spec: {reason}$"):
+        check_user_model(exportable_model(model()))
 
 
-def test_memory_and_state_that_are_both_wrong_are_said_at_once() -> None:
+def test_memory_and_state_that_are_both_wrong_are_listed_at_once() -> None:
     model = build()
     model.spec = replace(model.spec, memory=(), state=())
     with pytest.raises(
         ExportFailed, match=r"encode returned 1 tensors, the spec describes 0; start returned 1 tensors"
     ):
-        check_own_model(exportable_model(model))
+        check_user_model(exportable_model(model))
 
 
 def test_steps_that_forget_what_came_before_are_named_with_their_position() -> None:
     def forgetful(logits: Tensor, sums: Tensor, state: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-        # Positions 0 and 1 are right; what the second step should have kept is missing from the third on.
+        # Positions 0 and 1 are right; what the second step should have kept is missing from the third step onwards.
         return logits, (sums if int(state.position) != 1 else torch.zeros_like(sums),)
 
     with pytest.raises(ExportFailed, match=r"step and forward disagree at position 2 by .* more than 1\.\de-05"):
-        check_own_model(exportable_model(step_result(forgetful)))
+        check_user_model(exportable_model(step_result(forgetful)))
 
 
-def test_a_nan_is_no_agreement() -> None:
+def test_nan_does_not_count_as_agreement() -> None:
     model = step_result(lambda logits, sums, _: (logits * torch.nan, (sums,)))
     with pytest.raises(ExportFailed, match="step and forward disagree at position 0 by nan"):
-        check_own_model(exportable_model(model))
+        check_user_model(exportable_model(model))
 
 
-def test_a_model_of_short_targets_is_checked_as_far_as_it_goes() -> None:
+def test_a_model_with_short_targets_is_checked_up_to_its_limit() -> None:
     model = build()
     model.spec = replace(model.spec, max_source=1, max_target=1)
-    check_own_model(exportable_model(model))
+    check_user_model(exportable_model(model))

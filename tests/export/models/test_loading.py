@@ -1,4 +1,4 @@
-"""Names that stand for models, where a folder has the same one."""
+"""Names of models that are also names of folders."""
 
 from pathlib import Path
 
@@ -8,8 +8,7 @@ from torch import nn
 
 from fatdeploy.cli import main
 from fatdeploy.errors import ConfigError
-from fatdeploy.export.models.loading import bundled_model, model_from_source
-from fatdeploy.export.models.names import typed_folder
+from fatdeploy.export.models.loading import bundled_model, model_from_source, typed_folder
 from fatdeploy.export.pipeline import weights_hash
 from fatdeploy.export.reference.checkpoint import save_checkpoint
 from tests.support.choices import tiny
@@ -17,7 +16,7 @@ from tests.support.choices import tiny
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """Return a model that is saved, where we are, under the names of models that come with fatdeploy."""
+    """Return a model that is saved in the current folder under the names of models that come with fatdeploy."""
     model = tiny({}, base="fat")
     monkeypatch.chdir(tmp_path)
     for name in ("g2p", "fat-small"):
@@ -26,14 +25,13 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("g2p", "the bundled model"), ("fat-small", "a preset")])
-def test_a_name_that_is_a_checkpoints_folder_too_is_refused_and_a_path_means_the_folder(
+def test_a_name_that_is_also_a_checkpoint_folder_is_refused_and_a_path_means_the_folder(
     own: nn.Module, name: str, kind: str
 ) -> None:
-    told = rf"{name} is {kind} and a checkpoint's folder here: type \./{name} for the folder, or run this elsewhere"
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=rf"{name} is both {kind} and a checkpoint folder here: type \./{name} for"):
         model_from_source(name)
-    found, origin = model_from_source(f"./{name}")
-    assert weights_hash(found) == weights_hash(own)
+    loaded, origin = model_from_source(f"./{name}")
+    assert weights_hash(loaded) == weights_hash(own)
     assert (origin.name, origin.licence, origin.random) == (name, None, False)
 
 
@@ -45,13 +43,11 @@ def test_an_export_of_an_ambiguous_name_is_one_line_and_writes_nothing(own: nn.M
     assert not Path("out").exists()
 
 
-def test_the_bundled_model_is_had_without_a_name_whatever_folders_there_are(own: nn.Module) -> None:
+def test_the_bundled_model_loads_without_a_name_whatever_folders_exist(own: nn.Module) -> None:
     assert weights_hash(bundled_model()[0]) != weights_hash(own)
 
 
-def test_a_folder_that_holds_no_checkpoint_does_not_hide_a_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_without_a_checkpoint_does_not_hide_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "g2p").mkdir()
     assert model_from_source("g2p")[1].name == "g2p"
