@@ -1,10 +1,10 @@
-"""ONNX graphs on disk: a graph's structure is read and written here, its weights stay in files of their own.
+"""ONNX graphs on disk: a graph's structure is read and written here, its weights stay in separate files.
 
-protobuf cannot write a message of more than 2 GB, so no graph is ever held together with its weights.
+protobuf cannot write a message of more than 2 GB, so a graph and its weights are never in memory together.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,12 +14,12 @@ from onnx import numpy_helper
 from fatdeploy.errors import ExportFailed
 
 LARGEST_STRUCTURE = 2**31 - 1
-# Smaller tensors (shapes, axes, scales) stay in the graph, where optimisers look at them.
+# Smaller tensors (shapes, axes, scales) stay in the graph, where optimisers can read them.
 INLINE_BELOW = 1024
 
 
 class Place(NamedTuple):
-    """A file beside the graph, and which of its bytes."""
+    """Where a tensor's bytes are: a file beside the graph, and the range in it."""
 
     location: str
     offset: int
@@ -27,12 +27,12 @@ class Place(NamedTuple):
 
 
 def read_structure(path: Path) -> onnx.ModelProto:
-    """Return a graph without the weights that it refers to."""
+    """Return a graph without its weights."""
     return onnx.load(path, load_external_data=False)
 
 
 def write_structure(model: onnx.ModelProto, path: Path) -> None:
-    """Write a graph; the same graph gives the same bytes."""
+    """Write a graph; equal graphs have equal bytes."""
     size = model.ByteSize()
     if size > LARGEST_STRUCTURE:
         raise ExportFailed(f"the structure of {path.name} has {size} bytes, more than {LARGEST_STRUCTURE}")
@@ -40,7 +40,7 @@ def write_structure(model: onnx.ModelProto, path: Path) -> None:
 
 
 def tensor_data(tensor: onnx.TensorProto, folder: Path) -> bytes:
-    """Return the raw bytes of a tensor, wherever it keeps them."""
+    """Return the raw bytes of a tensor, wherever they are stored."""
     if tensor.data_location != onnx.TensorProto.EXTERNAL:
         data: bytes = numpy_helper.to_array(tensor).tobytes()
         return data
@@ -51,20 +51,20 @@ def tensor_data(tensor: onnx.TensorProto, folder: Path) -> bytes:
 
 
 def place_of(tensor: onnx.TensorProto) -> Place:
-    """Return where a tensor's data stands beside the graph."""
-    place = {entry.key: entry.value for entry in tensor.external_data}
-    return Place(place["location"], int(place.get("offset", 0)), int(place["length"]))
+    """Return where a tensor's data is stored beside the graph."""
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    return Place(entries["location"], int(entries.get("offset", 0)), int(entries["length"]))
 
 
 def hold(tensor: onnx.TensorProto, data: bytes) -> None:
-    """Let a tensor keep its data in the graph."""
+    """Store a tensor's data in the graph."""
     _empty(tensor)
     tensor.data_location = onnx.TensorProto.DEFAULT
     tensor.raw_data = data
 
 
 def point(tensor: onnx.TensorProto, location: str, offset: int, length: int) -> None:
-    """Let a tensor read its data from a file beside the graph."""
+    """Make a tensor refer to its data in a file beside the graph."""
     _empty(tensor)
     tensor.data_location = onnx.TensorProto.EXTERNAL
     for key, value in (("location", location), ("offset", str(offset)), ("length", str(length))):
@@ -77,14 +77,30 @@ def _empty(tensor: onnx.TensorProto) -> None:
 
 
 def move_weights_out(model: onnx.ModelProto, path: Path) -> None:
-    """Let the weights that a graph holds stand in a file of their own beside ``path``, where it will be written."""
+    """Move the weights that are stored in a graph to a file beside ``path``, where the graph will be written."""
     beside = path.with_suffix(".weights")
     with beside.open("wb") as file:
-        for tensor in (one for part in graphs_of(model.graph) for one in part.initializer):
+        for tensor in initializers_of(model.graph):
             if tensor.data_location == onnx.TensorProto.EXTERNAL:
                 continue
             data = tensor_data(tensor, path.parent)
             if len(data) >= INLINE_BELOW:
+                point(tensor, beside.name, file.tell(), len(data))
+                file.write(data)
+
+
+def write_weights(graph: onnx.GraphProto, path: Path, data_of: Callable[[onnx.TensorProto], bytes]) -> None:
+    """Write the weights that ``data_of`` returns to a file beside ``path``; small ones stay in the graph.
+
+    Only one weight at a time is in memory. ``data_of`` may also change the type of its tensor.
+    """
+    beside = path.with_suffix(".weights")
+    with beside.open("wb") as file:
+        for tensor in initializers_of(graph):
+            data = data_of(tensor)
+            if len(data) < INLINE_BELOW:
+                hold(tensor, data)
+            else:
                 point(tensor, beside.name, file.tell(), len(data))
                 file.write(data)
 
@@ -98,18 +114,24 @@ def graphs_of(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
                 yield from graphs_of(attribute.g)
 
 
+def initializers_of(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    """Yield the initializers of a graph and of its branches."""
+    for part in graphs_of(graph):
+        yield from part.initializer
+
+
 def op_histogram(path: Path) -> dict[str, int]:
-    """Return how often each op stands in a graph and its branches, by name."""
+    """Return how often each op occurs in a graph and its branches, sorted by name."""
     counts = Counter(node.op_type for part in graphs_of(read_structure(path).graph) for node in part.node)
     return dict(sorted(counts.items()))
 
 
 def strip(model: onnx.ModelProto) -> None:
-    """Take away what is not the graph: torch writes this machine's paths into every node."""
+    """Remove everything but the graph: torch writes this machine's paths into every node."""
     del model.metadata_props[:]
     for graph in graphs_of(model.graph):
         graph.ClearField("doc_string")
-        # Shapes inside the graph are torch's beliefs; some of ours are told to it and not true (an empty branch).
+        # Shapes inside the graph are torch's assumptions; some that we declare are not true (an empty branch).
         del graph.value_info[:], graph.metadata_props[:]
         for part in (*graph.node, *graph.initializer, *graph.input, *graph.output):
             part.ClearField("doc_string")

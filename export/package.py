@@ -15,6 +15,7 @@ from fatdeploy.export.graph_files import (
     INLINE_BELOW,
     graphs_of,
     hold,
+    initializers_of,
     place_of,
     point,
     read_structure,
@@ -26,9 +27,9 @@ from fatdeploy.export.quantize.rewrite_ort import BESIDE_INTEGERS, MatrixPrecisi
 from fatdeploy.export.tracing.trace import INNER
 from fatdeploy.manifest import DECODER, WEIGHTS, OutputMatrix, WeightGroup
 
-# Vector loads want 64 bytes; a page is not needed, onnxruntime aligns its mapping itself.
+# For vector loads. A page is not needed: onnxruntime aligns its mapping itself.
 ALIGNMENT = 64
-# How many weights an element of a type is: 4-bit ones stand two a byte.
+# Weights per element of a type: 4-bit weights are stored two per byte.
 PARAMETERS: dict[int, int] = {
     **dict.fromkeys((onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16), 1),
     onnx.TensorProto.INT8: 1,
@@ -37,18 +38,18 @@ PARAMETERS: dict[int, int] = {
 
 
 def write_graphs(graphs: Mapping[str, Path], folder: Path) -> dict[str, WeightGroup]:
-    """Write graphs by file name; equal tensors of all of them, the tied embedding above all, become one.
+    """Write graphs by file name; equal tensors of all graphs, such as the tied embedding, are stored once.
 
     Returns how much of the weights belongs to which part of the model.
     """
     offsets: dict[tuple[str, int], int] = {}
     groups: dict[str, WeightGroup] = {}
-    counted: set[tuple[str, int]] = set()  # not those placed: a number that is no weight may have a weight's bytes
+    counted: set[tuple[str, int]] = set()  # not ``offsets``: a constant that is no weight may have the bytes of one
     with (folder / WEIGHTS).open("wb") as weights:
         for name, path in graphs.items():
             graph = read_structure(path)
             parts = _parts_of_tensors(graph.graph)
-            for tensor in (one for part in graphs_of(graph.graph) for one in part.initializer):
+            for tensor in initializers_of(graph.graph):
                 data = tensor_data(tensor, path.parent)
                 key = hashlib.sha256(data).hexdigest(), len(data)
                 if key not in counted and (n_parameters := _parameters_of(tensor)):
@@ -67,7 +68,7 @@ def write_graphs(graphs: Mapping[str, Path], folder: Path) -> dict[str, WeightGr
 
 
 def _parameters_of(tensor: onnx.TensorProto) -> int:
-    """Return how many weights of the model a tensor holds; scales and zeros of integers are none."""
+    """Return how many weights of the model a tensor contains; scales and zeros of integers do not count."""
     if not tensor.dims or tensor.name.endswith(BESIDE_INTEGERS):
         return 0
     return int(math.prod(tensor.dims)) * PARAMETERS.get(tensor.data_type, 0)
@@ -76,7 +77,7 @@ def _parameters_of(tensor: onnx.TensorProto) -> int:
 def placed_integers(
     matrix: NDArray[np.float32], precision: MatrixPrecision, bits: WeightBits, folder: Path
 ) -> OutputMatrix:
-    """Return where the weights hold the output matrix [V, M] as integers; what no graph holds so is added."""
+    """Return where the weights file has the output matrix [V, M] as integers; what no graph has is appended."""
     if precision == "fp32":
         return placed_output_matrix(matrix, folder)
     if precision == "int8":
@@ -95,34 +96,34 @@ def placed_integers(
 
 
 def _placed(array: NDArray[Any], folder: Path) -> int:
-    """Return where in the weights some bytes stand."""
+    """Return the offset of an array in the weights file; it is appended if no graph has it."""
     data = array.tobytes()
-    for tensor in (one for part in graphs_of(read_structure(folder / DECODER).graph) for one in part.initializer):
-        outside = tensor.data_location == onnx.TensorProto.EXTERNAL and place_of(tensor).length == len(data)
-        if outside and tensor_data(tensor, folder) == data:
+    for tensor in initializers_of(read_structure(folder / DECODER).graph):
+        may_match = tensor.data_location == onnx.TensorProto.EXTERNAL and place_of(tensor).length == len(data)
+        if may_match and tensor_data(tensor, folder) == data:
             return place_of(tensor).offset
     with (folder / WEIGHTS).open("ab") as weights:
         return _appended(weights, data)
 
 
 def placed_output_matrix(matrix: NDArray[Any], folder: Path) -> OutputMatrix:
-    """Return where the weights hold the output matrix [V, M], of any type; it is added if no graph reads it as it is.
+    """Return where the weights file has the output matrix [V, M], of any type; it is appended if no graph has it.
 
-    It is known by its content: a graph may share it with an embedding, or read its transpose.
+    It is recognised by its content: a graph may share it with an embedding, or read its transpose.
     """
     dtype: Any = matrix.dtype.name
-    tensors = [one for part in graphs_of(read_structure(folder / DECODER).graph) for one in part.initializer]
-    for transposed, wanted in enumerate((matrix, matrix.T)):
+    tensors = list(initializers_of(read_structure(folder / DECODER).graph))
+    for transposed, form in enumerate((matrix, matrix.T)):
         for tensor in tensors:
-            outside = tensor.data_location == onnx.TensorProto.EXTERNAL and tuple(tensor.dims) == wanted.shape
-            if outside and tensor_data(tensor, folder) == wanted.tobytes():
+            may_match = tensor.data_location == onnx.TensorProto.EXTERNAL and tuple(tensor.dims) == form.shape
+            if may_match and tensor_data(tensor, folder) == form.tobytes():
                 return OutputMatrix(place_of(tensor).offset, dtype, bool(transposed))
     with (folder / WEIGHTS).open("ab") as weights:
         return OutputMatrix(_appended(weights, matrix.tobytes()), dtype, transposed=False)
 
 
 def _appended(weights: BinaryIO, data: bytes) -> int:
-    """Write data at the end of a file, aligned, and return where it stands."""
+    """Append data to a file, aligned, and return its offset."""
     weights.write(b"\0" * (-weights.tell() % ALIGNMENT))
     offset = weights.tell()
     weights.write(data)
@@ -137,10 +138,10 @@ def _grown(group: WeightGroup | None, parameters: int, size: int) -> WeightGroup
 def _parts_of_tensors(graph: onnx.GraphProto) -> dict[str, str]:
     """Return which part of the model reads each tensor; layers of one stack are one part, ``decoder.layers.*.ffn``."""
     parts: dict[str, str] = {}
-    for node in (one for part in graphs_of(graph) for one in part.node):
+    for node in (node for part in graphs_of(graph) for node in part.node):
         module = node.name.partition("/")[0]
         for name in node.input:
-            # A node outside all modules, such as the output projection, reads a tensor that has a name of its own.
+            # A node outside all modules, such as the output projection, is placed by the name of the tensor it reads.
             part = module or name.removeprefix(INNER).rpartition(".")[0]
             parts.setdefault(name, re.sub(r"(?<=\.)\d+(?=\.|$)", "*", part))
     return parts

@@ -1,1 +1,1 @@
-"""Half precision: rewriting of graphs, and float32 graphs that round as it does."""
+"""Half precision: graphs rewritten to it, and float32 graphs that round the same way."""

@@ -1,9 +1,10 @@
-"""A graph in half precision: matrices and activations in fp16 or bf16; sums, and all that is sensitive, in float32.
+"""A graph in half precision: matrices and activations in fp16 or bf16; sums and all sensitive ops in float32.
 
-The graph is rewritten and not traced anew: so it serves models of any author, and both dialects.
+The graph is rewritten, not traced again, so this works for every model and both dialects.
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,11 +17,10 @@ from fatdeploy.errors import ExportFailed, in_one_line
 from fatdeploy.export.graph_files import (
     INLINE_BELOW,
     graphs_of,
-    hold,
-    point,
     read_structure,
     tensor_data,
     write_structure,
+    write_weights,
 )
 from fatdeploy.export.half.roles import branches_of, in_float32, read, spread
 from fatdeploy.spec import ModelSpec
@@ -28,48 +28,59 @@ from fatdeploy.targets import HalfPrecision
 
 Casts = dict[tuple[str, int], str]
 
-DTYPES: dict[HalfPrecision, Literal["float16", "bfloat16"]] = {"fp16": "float16", "bf16": "bfloat16"}
-TYPES: dict[HalfPrecision, int] = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
-LARGEST: dict[HalfPrecision, float] = {"fp16": 65504.0, "bf16": float(2**128 - 2**120)}
-# The smallest number that keeps all of its digits.
-SMALLEST: dict[HalfPrecision, float] = {"fp16": 2.0**-14, "bf16": 2.0**-126}
-# What onnxruntime's attention adds to hidden scores: an attribute, which its kernels turn into the scores' type.
+
+@dataclass(frozen=True)
+class HalfFormat:
+    """A half-precision number format."""
+
+    dtype: Literal["float16", "bfloat16"]
+    onnx_type: int
+    largest: float
+    smallest: float  # that keeps all of its digits
+
+
+FORMATS: dict[HalfPrecision, HalfFormat] = {
+    "fp16": HalfFormat("float16", TensorProto.FLOAT16, 65504.0, 2.0**-14),
+    "bf16": HalfFormat("bfloat16", TensorProto.BFLOAT16, float(2**128 - 2**120), 2.0**-126),
+}
+# What onnxruntime's attention adds to hidden scores: an attribute that its kernels convert to the scores' type.
 HIDING = "mask_filter_value"
 
 
 def in_half(graph: Path, result: Path, precision: HalfPrecision, border: Collection[str]) -> Path:
     """Write a simplified fp32 graph in half precision, and return its path.
 
-    Of its inputs and outputs those in ``border`` become half as well. A weight that half cannot hold is an error.
+    Inputs and outputs in ``border`` become half as well. A weight beyond the range of half is an error.
     """
     model = read_structure(graph)
     for part in graphs_of(model.graph):
         _hoist_constants(part)
     rewriter = _Rewriter(model.graph, graph.parent, precision, border)
     rewriter.rewrite()
-    rewriter.move_weights(result)
+    write_weights(model.graph, result, rewriter.weight_data)
     write_structure(model, result)
     onnx.checker.check_model(result, full_check=True)
     return result
 
 
 def half_array(array: NDArray[Any], precision: HalfPrecision | None) -> NDArray[Any]:
-    """Return an array in half precision, or as it is."""
-    return array if precision is None else array.astype(helper.tensor_dtype_to_np_dtype(TYPES[precision]))
+    """Return an array in half precision; without a precision, the array itself."""
+    return array if precision is None else array.astype(helper.tensor_dtype_to_np_dtype(FORMATS[precision].onnx_type))
 
 
 def halved(spec: ModelSpec, graphs: dict[str, Path], half: HalfPrecision) -> tuple[ModelSpec, dict[str, Path]]:
-    """Return the contract and the graphs of a bundle in half precision; these are written beside the others."""
-    changed = spec.halved(DTYPES[half])
+    """Return the contract and the graphs of a bundle in half precision; the graphs are written beside the others."""
+    dtype = FORMATS[half].dtype
+    changed = spec.halved(dtype)
     tensors = (*changed.encoder_outputs(), *changed.past, *changed.present)
-    border = {one.name for one in tensors if one.dtype == DTYPES[half]}
+    border = {tensor.name for tensor in tensors if tensor.dtype == dtype}
     folder = next(iter(graphs.values())).parent.with_name(half)
     folder.mkdir()
     return changed, {part: in_half(graph, folder / part, half, border) for part, graph in graphs.items()}
 
 
 def _hoist_constants(graph: onnx.GraphProto) -> None:
-    """Let a graph's constants of float32 be initializers: one kind of constant is enough."""
+    """Turn a graph's float32 constants into initializers, so that there is only one kind of constant."""
     kept = []
     for node in graph.node:
         value = node.attribute[0] if node.op_type == "Constant" else None
@@ -89,33 +100,34 @@ def _hoist_constants(graph: onnx.GraphProto) -> None:
 
 
 class _Rewriter:
-    """Gives every value of a graph its type, and casts where two types meet."""
+    """Assigns a type to every value of a graph, and casts where two types meet."""
 
     def __init__(self, graph: onnx.GraphProto, folder: Path, precision: HalfPrecision, border: Collection[str]) -> None:
         self.graph, self.folder, self.precision, self.border = graph, folder, precision, border
-        self.half, self.largest = TYPES[precision], LARGEST[precision]
+        self.format = FORMATS[precision]
+        self.half, self.largest = self.format.onnx_type, self.format.largest
         self.reading = read(graph)
-        self.holders = {one.name: part for part in graphs_of(graph) for one in part.initializer}
+        self.owners = {tensor.name: part for part in graphs_of(graph) for tensor in part.initializer}
         self.used = {name for part in graphs_of(graph) for node in part.node for name in (*node.input, *node.output)}
         self.used |= self.reading.types.keys()
         too_small = self._judge_constants()
         kept = (self.reading.inputs | self.reading.outputs) - set(border)
         self.full = in_float32(self.reading, kept, self.too_large.keys(), too_small)
-        # Values that may lie beyond the range of half: hidden scores, nearly always.
+        # Values that may be beyond the range of half: nearly always hidden scores.
         self.huge = spread(self.reading, self.too_large)
         self._refuse_large_weights()
         self.types = self._types()
 
     def _judge_constants(self) -> set[str]:
-        """Find the constants that half cannot hold: too large ones, and single numbers that are too small."""
+        """Find the constants beyond the range of half: any that is too large, and single numbers that are too small."""
         self.too_large: dict[str, float] = {}
         too_small = set()
         for name, tensor in self.reading.constants.items():
-            sizes = np.abs(self._array(tensor))
-            largest = float(sizes.max(initial=0, where=np.isfinite(sizes)))
+            magnitudes = np.abs(self._array(tensor))
+            largest = float(magnitudes.max(initial=0, where=np.isfinite(magnitudes)))
             if largest > self.largest:
                 self.too_large[name] = largest
-            elif sizes.size == 1 and 0 < largest < SMALLEST[self.precision]:
+            elif magnitudes.size == 1 and 0 < largest < self.format.smallest:
                 too_small.add(name)
         return too_small
 
@@ -127,9 +139,9 @@ class _Rewriter:
             if name in self.too_large and op.key not in self.full
         ]
         if reasons:
-            said = f"weights beyond the range of {self.precision}, which ends at {self.largest:.4g}"
+            problem = f"weights beyond the range of {self.precision}, which ends at {self.largest:.4g}"
             advice = "--precision fp32" if self.precision == "bf16" else "--precision bf16 or fp32"
-            raise ExportFailed(f"{in_one_line(said, reasons)}. Export with {advice}")
+            raise ExportFailed(f"{in_one_line(problem, reasons)}. Export with {advice}")
 
     def _types(self) -> dict[str, int]:
         """Return the new type of every value that was float32."""
@@ -138,7 +150,7 @@ class _Rewriter:
             types.update(dict.fromkeys(op.makes, self._type_of(op.key)))
         for name, tensor in self.reading.constants.items():
             wide = any(op.key in self.full for op in self.reading.readers[name])
-            # A large one is stored as half whoever reads it: that is what half is for.
+            # A large tensor is stored in half whoever reads it: small files are the purpose of half.
             stays = name in self.too_large or (wide and not self._is_large(tensor))
             types[name] = int(TensorProto.FLOAT) if stays else self.half
         return types
@@ -156,20 +168,20 @@ class _Rewriter:
         """Rewrite the graph, its inputs and its outputs."""
         casts: Casts = {}
         self._rewrite_nodes(self.graph, casts)
-        for one in self.graph.input:
-            if one.name in self.reading.inputs:
-                one.type.tensor_type.elem_type = self.types[one.name]
-        for one in self.graph.output:
-            if one.name in self.reading.outputs:
-                one.type.tensor_type.elem_type = self.half if one.name in self.border else TensorProto.FLOAT
-                self._rewrite_output(one.name, one.type.tensor_type.elem_type, casts)
+        for value in self.graph.input:
+            if value.name in self.reading.inputs:
+                value.type.tensor_type.elem_type = self.types[value.name]
+        for value in self.graph.output:
+            if value.name in self.reading.outputs:
+                value.type.tensor_type.elem_type = self.half if value.name in self.border else TensorProto.FLOAT
+                self._rewrite_output(value.name, value.type.tensor_type.elem_type, casts)
 
-    def _rewrite_output(self, name: str, said: int, casts: Casts) -> None:
-        """Let a value be said in another type than it is computed in: its name is that of the cast."""
-        if said == self.types[name]:
+    def _rewrite_output(self, name: str, wanted: int, casts: Casts) -> None:
+        """Return an output in another type than it is computed in: the cast gets its name."""
+        if wanted == self.types[name]:
             return
         nodes: list[onnx.NodeProto] = []
-        cast = self._as(name, said, casts, nodes, "")
+        cast = self._as(name, wanted, casts, nodes, "")
         self.graph.node.extend(nodes)
         inner = self._unused(name)
         self.types[inner] = self.types[name]
@@ -183,8 +195,8 @@ class _Rewriter:
                 self._rewrite_branch(branch, node.output, dict(casts))
             wanted = self._type_of(node.output[0])
             if node.op_type not in ("If", "Shape", "Size"):
-                for place, name in enumerate(node.input):
-                    node.input[place] = self._as(name, wanted, casts, nodes, node.name)
+                for index, name in enumerate(node.input):
+                    node.input[index] = self._as(name, wanted, casts, nodes, node.name)
             self._retype(node, wanted)
             nodes.append(node)
         del graph.node[:]
@@ -192,22 +204,22 @@ class _Rewriter:
 
     def _rewrite_branch(self, branch: onnx.GraphProto, outputs: Sequence[str], casts: Casts) -> None:
         self._rewrite_nodes(branch, casts)
-        for one, name in zip(branch.output, outputs, strict=True):
+        for value, name in zip(branch.output, outputs, strict=True):
             if name in self.types:
                 nodes: list[onnx.NodeProto] = []
-                one.name = self._as(one.name, self.types[name], casts, nodes, "")
-                one.type.tensor_type.elem_type = self.types[name]
+                value.name = self._as(value.name, self.types[name], casts, nodes, "")
+                value.type.tensor_type.elem_type = self.types[name]
                 branch.node.extend(nodes)
 
     def _as(self, name: str, wanted: int, casts: Casts, nodes: list[onnx.NodeProto], reader: str) -> str:
-        """Return the name of a value in the wanted type; what has to be computed for it is appended to the nodes."""
+        """Return the name of a value in the wanted type; ops that this needs are appended to ``nodes``."""
         if self.types.get(name, wanted) == wanted:
             return name
         if (name, wanted) not in casts:
             casts[name, wanted] = self._unused(name)
             constant = self.reading.constants.get(name)
             if constant is not None and not self._is_large(constant):
-                copy = self.holders[name].initializer.add()
+                copy = self.owners[name].initializer.add()
                 copy.CopyFrom(constant)
                 copy.name = casts[name, wanted]
                 self.types[copy.name] = wanted
@@ -219,7 +231,7 @@ class _Rewriter:
         module = reader.partition("/")[0]
         nodes = []
         if wanted == self.half and name in self.huge:
-            # Cast would make -1e30 infinite, and a row of nothing else NaN; the end of the range hides as well.
+            # Cast would make -1e30 infinite, and a row of such scores NaN; the end of the range hides as well.
             limits = [self._number(sign * self.largest) for sign in (-1, 1)]
             clipped = self._unused(name)
             nodes.append(helper.make_node("Clip", [name, *limits], [clipped], name=f"{module}/{clipped}"))
@@ -240,7 +252,7 @@ class _Rewriter:
         return f"{name}.{number}"
 
     def _retype(self, node: onnx.NodeProto, wanted: int) -> None:
-        """Give the attributes of a node that speak of its type the new one."""
+        """Set the new type in the attributes of a node that depend on it."""
         for attribute in node.attribute:
             if node.op_type == "Cast" and node.output[0] in self.types:
                 attribute.i = wanted
@@ -250,33 +262,25 @@ class _Rewriter:
             elif attribute.name == HIDING:
                 attribute.f = max(attribute.f, -self.largest)
 
-    def move_weights(self, path: Path) -> None:
-        """Let the weights stand in their new types in a file beside ``path``; one of them at a time is in memory."""
-        beside = path.with_suffix(".weights")
-        with beside.open("wb") as file:
-            for tensor in (one for part in graphs_of(self.graph) for one in part.initializer):
-                data = tensor_data(tensor, self.folder)
-                if tensor.data_type == TensorProto.FLOAT and self.types[tensor.name] == self.half:
-                    data = half_array(self._array(tensor), self.precision).tobytes()
-                    tensor.data_type = self.half
-                if len(data) < INLINE_BELOW:
-                    hold(tensor, data)
-                    continue
-                offset = file.tell()
-                file.write(data)
-                point(tensor, beside.name, offset, len(data))
+    def weight_data(self, tensor: TensorProto) -> bytes:
+        """Return the data of a weight in its new type, which the tensor gets."""
+        if tensor.data_type != TensorProto.FLOAT or self.types[tensor.name] != self.half:
+            return tensor_data(tensor, self.folder)
+        data = half_array(self._array(tensor), self.precision).tobytes()
+        tensor.data_type = self.half
+        return data
 
 
 def _rename(graph: onnx.GraphProto, old: str, new: str) -> None:
-    """Give a value another name, wherever it is made or read."""
+    """Rename a value wherever it is computed or read."""
     for part in graphs_of(graph):
         for node in part.node:
             for names in (node.input, node.output):
-                for place, name in enumerate(names):
+                for index, name in enumerate(names):
                     if name == old:
-                        names[place] = new
+                        names[index] = new
             if node.output[0] == new:
-                # onnxruntime wants the names of nodes to differ, and ours end in what they make.
+                # onnxruntime requires unique names of nodes, and ours end in the name of their output.
                 node.name = f"{node.name.partition('/')[0]}/{new}"
         for tensor in part.initializer:
             if tensor.name == old:

@@ -1,8 +1,8 @@
 """Which ops of a graph may compute in half precision, and which must stay in float32.
 
-A *matrix* op computes in half: its sums run in float32 inside of the kernels. An *exact* op never does: it adds up,
-grows or divides, and half has five bits of exponent or eight of mantissa. A *carrier* has no numbers of its own and
-goes with its neighbours. An op that nobody thought of is exact.
+A *matrix* op computes in half: its sums run in float32 inside the kernels. An *exact* op never does: it sums, grows
+or divides, and half has only five bits of exponent or eight of mantissa. A *carrier* has no such needs and follows its
+neighbours. An op that is not listed here is exact.
 """
 
 from collections import defaultdict
@@ -31,15 +31,15 @@ CARRIERS = COMPARISONS | frozenset([
     "ScatterElements", "Pad", "Trilu", "ConstantOfShape",
 ])
 # fmt: on
-# Of two activations these may as well add up what must not be rounded, such as a recurrent state.
+# With two activations these may also sum what must not be rounded, such as a recurrent state.
 PRODUCTS = frozenset(["MatMul", "Einsum"])
-# What comes out of these is of the size of ordinary numbers again, whatever went in.
+# Their results are of ordinary size again, whatever their inputs were.
 NORMALISING = frozenset(["Softmax", "LogSoftmax", "Div"])
-BLIND = frozenset(["Shape", "Size"])  # read no numbers, so no type suits them better
+BLIND = frozenset(["Shape", "Size"])  # read no numbers, so any type will do
 TO_BOOL = COMPARISONS | frozenset(["And", "Or", "Not", "Xor", "IsNaN", "IsInf"])
 TO_INT64 = BLIND | frozenset(["ArgMax", "ArgMin", "NonZero"])
 BODIES = frozenset(["Loop", "Scan", "SequenceMap"])
-# Which input an op's results have the type of, where it is not the first.
+# The input that decides the type of the results, where it is not the first.
 TYPED_BY = {"Where": 1, "OneHot": 2}
 
 
@@ -58,26 +58,26 @@ class Op:
 class Reading:
     """A graph and its branches, read once: types, constants, and who reads what."""
 
-    types: dict[str, int] = field(default_factory=dict)  # of every value, as TensorProto counts them
-    constants: dict[str, TensorProto] = field(default_factory=dict)  # those of float32
-    inputs: set[str] = field(default_factory=set)  # of float32
-    ops: list[Op] = field(default_factory=list)  # an op stands behind those that make what it reads
-    outputs: set[str] = field(default_factory=set)  # of float32
+    types: dict[str, int] = field(default_factory=dict)  # of every value, in the codes of TensorProto
+    constants: dict[str, TensorProto] = field(default_factory=dict)  # float32 only
+    inputs: set[str] = field(default_factory=set)  # float32 only
+    ops: list[Op] = field(default_factory=list)  # in order: an op follows those that make what it reads
+    outputs: set[str] = field(default_factory=set)  # float32 only
     readers: dict[str, list[Op]] = field(default_factory=lambda: defaultdict(list))
 
     def activations(self, op: Op) -> list[str]:
-        """Return what an op reads that is not a constant."""
+        """Return the inputs of an op that are not constants."""
         return [name for name in op.reads if name not in self.constants]
 
 
 def read(graph: onnx.GraphProto) -> Reading:
-    """Return what there is to know of a graph; bodies of loops are refused."""
+    """Return the types, constants and ops of a graph; bodies of loops are refused."""
     reading = Reading()
-    for one in graph.input:
-        reading.types[one.name] = one.type.tensor_type.elem_type
-    reading.inputs = {one.name for one in graph.input if reading.types[one.name] == TensorProto.FLOAT}
+    for value in graph.input:
+        reading.types[value.name] = value.type.tensor_type.elem_type
+    reading.inputs = {value.name for value in graph.input if reading.types[value.name] == TensorProto.FLOAT}
     _read_nodes(graph, reading)
-    reading.outputs = {one.name for one in graph.output if reading.types[one.name] == TensorProto.FLOAT}
+    reading.outputs = {value.name for value in graph.output if reading.types[value.name] == TensorProto.FLOAT}
     for op in reading.ops:
         for name in op.reads:
             reading.readers[name].append(op)
@@ -85,7 +85,7 @@ def read(graph: onnx.GraphProto) -> Reading:
 
 
 def branches_of(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    """Yield the graphs inside of a node."""
+    """Yield the graphs inside a node."""
     for attribute in node.attribute:
         if attribute.type == onnx.AttributeProto.GRAPH:
             yield attribute.g
@@ -99,7 +99,7 @@ def _read_nodes(graph: onnx.GraphProto, reading: Reading) -> None:
     for node in graph.node:
         if node.op_type in BODIES:
             raise ExportFailed(
-                f"{node.op_type} ({node.name}) cannot be turned into half precision: unroll it in the model"
+                f"{node.op_type} ({node.name}) cannot be converted to half precision: unroll it in the model"
             )
         for branch in branches_of(node):
             _read_nodes(branch, reading)
@@ -129,7 +129,7 @@ def _role(node: onnx.NodeProto, reading: Reading) -> Role:
     if node.op_type in MATRIX_OPS:
         return "matrix"
     if node.op_type == "Cast":
-        # Positions and counts are whole numbers that half may not have (bf16 has none between 256 and 258).
+        # Positions and counts are whole numbers that half may lack (bf16 has none between 256 and 258).
         return "carrier" if reading.types[node.input[0]] == TensorProto.BOOL else "exact"
     if node.op_type == "Div":
         return "carrier" if node.input[1] in reading.constants else "exact"
@@ -137,7 +137,7 @@ def _role(node: onnx.NodeProto, reading: Reading) -> Role:
 
 
 def _types_made(node: onnx.NodeProto, types: dict[str, int]) -> list[int]:
-    """Return the types of what a node makes; a graph whose types are wrong is refused by the checker later."""
+    """Return the types of a node's outputs; the checker refuses a graph with wrong types later."""
     if node.op_type in TO_BOOL:
         return [TensorProto.BOOL]
     if node.op_type in TO_INT64:
@@ -148,10 +148,10 @@ def _types_made(node: onnx.NodeProto, types: dict[str, int]) -> list[int]:
     if node.op_type in ("Constant", "ConstantOfShape"):
         value = attributes.get("value")
         return [TensorProto.FLOAT if value is None else value.t.data_type]
-    made = types[node.input[TYPED_BY.get(node.op_type, 0)]]
+    output_type = types[node.input[TYPED_BY.get(node.op_type, 0)]]
     if node.op_type == "TopK":
-        return [made, TensorProto.INT64]
-    return [made] * len(node.output)
+        return [output_type, TensorProto.INT64]
+    return [output_type] * len(node.output)
 
 
 def in_float32(
@@ -159,15 +159,15 @@ def in_float32(
 ) -> set[str]:
     """Return the keys of the ops that stay in float32.
 
-    ``kept`` are inputs and outputs of the graph that stay so, the others float32 ones become half. Constants that half
-    cannot hold make carriers that read them exact: hidden scores, say, or what keeps a logarithm from zero.
+    ``kept`` are the inputs and outputs of the graph that stay float32; all others become half. Carriers that read a
+    constant beyond the range of half are exact: hidden scores, for example, or what keeps a logarithm from zero.
     """
     pinned = _pinned(reading, {name for name in reading.inputs if name in kept})
-    awkward = {*too_large, *too_small}
+    out_of_range = {*too_large, *too_small}
     full = {
         op.key
         for op in reading.ops
-        if op in pinned or op.role == "exact" or (op.role == "carrier" and awkward & set(op.reads))
+        if op in pinned or op.role == "exact" or (op.role == "carrier" and out_of_range & set(op.reads))
     }
     wide = {name for name in reading.inputs if name in kept}
     for op in reading.ops:
@@ -176,7 +176,7 @@ def in_float32(
         if op.key in full:
             wide.update(op.makes)
     for op in reversed(reading.ops):
-        # What is made of weights alone, such as an embedding's rows, is cast when it is small, not as it is stored.
+        # What depends on weights only, such as rows of an embedding, is cast after it is gathered, not as stored.
         gathered = op.reads and not reading.activations(op)
         if op.role == "carrier" and not gathered and _only_read_by(op, reading, full, reading.outputs & set(kept)):
             full.add(op.key)
@@ -184,9 +184,9 @@ def in_float32(
 
 
 def _pinned(reading: Reading, inputs: set[str]) -> set[Op]:
-    """Return the ops of recurrent states and of quotients: numerator and denominator, and all that goes into them.
+    """Return the ops of recurrent states and of quotients: numerator, denominator, and all that they depend on.
 
-    They add up over a whole sequence before anything makes them small again.
+    They sum over a whole sequence before a division makes them small again.
     """
     pinned = {op for op in reading.ops if op.node.op_type == "Div" and op.role == "exact"}
     wide = set(inputs)
@@ -210,18 +210,18 @@ def _may_be_pinned(op: Op, reading: Reading) -> bool:
 
 
 def _only_read_by(op: Op, reading: Reading, keys: Collection[str], outputs: Collection[str]) -> bool:
-    """Return whether all that an op makes is read, by these ops and as these outputs of the graph alone."""
+    """Return whether an op's results are read, and only by these ops or as these outputs of the graph."""
     if not op.makes:
         return False
     readers = [reader.key for name in op.makes for reader in reading.readers[name]]
-    said = [name for name in op.makes if name in reading.outputs]
-    return bool(readers or said) and all(key in keys for key in readers) and all(name in outputs for name in said)
+    results = [name for name in op.makes if name in reading.outputs]
+    return bool(readers or results) and all(key in keys for key in readers) and all(name in outputs for name in results)
 
 
 def spread(reading: Reading, names: Collection[str]) -> set[str]:
-    """Return the values that carriers make of some values, and these themselves."""
-    found = set(names)
+    """Return these values and all that carriers make from them."""
+    reached = set(names)
     for op in reading.ops:
-        if op.role == "carrier" and found & set(op.reads):
-            found.update(op.makes)
-    return found
+        if op.role == "carrier" and reached & set(op.reads):
+            reached.update(op.makes)
+    return reached

@@ -19,7 +19,7 @@ LIMIT = 40_000
 
 
 def wide_model() -> ReferenceModel:
-    """Return a model of few nodes and, for its size, many weights."""
+    """Return a model with few nodes and, for its size, many weights."""
     return tiny({"encoder_layers": 1, "decoder_layers": 1, "max_source": 24, "max_target": 16, "ffn_width": 400})
 
 
@@ -35,9 +35,9 @@ def test_weights_beyond_the_limit_of_a_graph_are_exported_exactly(
     assert sizes[WEIGHTS] > 4 * 2 * (2 * 32 * 400) > 4 * LIMIT
     draw = np.random.default_rng(4)
     sources = [draw.integers(3, 64, length).tolist() for length in (1, 7, 24)]
-    found = decode(OrtEngine(bundle), sources)
-    assert found == decode(EagerEngine(model), sources)
-    assert len({one.tokens for one in found}) == 3
+    hypotheses = decode(OrtEngine(bundle), sources)
+    assert hypotheses == decode(EagerEngine(model), sources)
+    assert len({hypothesis.tokens for hypothesis in hypotheses}) == 3
 
 
 def test_a_structure_beyond_the_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

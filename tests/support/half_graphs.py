@@ -1,4 +1,4 @@
-"""Small graphs made by hand, their halves, and what onnxruntime makes of them."""
+"""Small graphs, their conversion to half precision, and their outputs on onnxruntime."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from fatdeploy.export.graph_files import graphs_of, read_structure
+from fatdeploy.export.graph_files import graphs_of, initializers_of, read_structure
 from fatdeploy.export.half.rewrite import in_half
 from fatdeploy.targets import HalfPrecision
 
@@ -19,7 +19,7 @@ Shape = list[int | str | None]
 
 
 def node(op: str, inputs: str, outputs: str, **attributes: Any) -> onnx.NodeProto:
-    """Return a node that is called after what it makes; names are separated by blanks, `-` is one left out."""
+    """Return a node named after its first output; names are separated by blanks, `-` is an input left out."""
     names = ["" if name == "-" else name for name in inputs.split()]
     return helper.make_node(op, names, outputs.split(), name=f"part/{outputs.split()[0]}", **attributes)
 
@@ -27,8 +27,8 @@ def node(op: str, inputs: str, outputs: str, **attributes: Any) -> onnx.NodeProt
 def branch(nodes: list[onnx.NodeProto], output: str, constants: dict[str, Any] | None = None) -> onnx.GraphProto:
     """Return a branch with one output."""
     tensors = [numpy_helper.from_array(np.asarray(value), name) for name, value in (constants or {}).items()]
-    told = helper.make_tensor_value_info(output, TensorProto.FLOAT, None)
-    return helper.make_graph(nodes, output, [], [told], tensors)
+    value = helper.make_tensor_value_info(output, TensorProto.FLOAT, None)
+    return helper.make_graph(nodes, output, [], [value], tensors)
 
 
 def written(
@@ -39,18 +39,18 @@ def written(
     constants: dict[str, Any],
 ) -> Path:
     """Write a graph with its weights in it."""
-    told = [
-        [helper.make_tensor_value_info(name, KINDS[kind], shape) for name, (kind, shape) in ones.items()]
-        for ones in (inputs, outputs)
+    values = [
+        [helper.make_tensor_value_info(name, KINDS[kind], shape) for name, (kind, shape) in described.items()]
+        for described in (inputs, outputs)
     ]
     tensors = [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()]
-    graph = helper.make_graph(nodes, "graph", *told, tensors)
+    graph = helper.make_graph(nodes, "graph", *values, tensors)
     onnx.save(helper.make_model(graph, opset_imports=OPSETS, ir_version=10), path)
     return path
 
 
 def halved(graph: Path, precision: HalfPrecision = "fp16", *border: str) -> Path:
-    """Return the graph's half beside it."""
+    """Write the graph in half precision beside it, and return its path."""
     return in_half(graph, graph.with_name(f"{precision}.onnx"), precision, border)
 
 
@@ -58,18 +58,17 @@ def ran(graph: Path, **inputs: Any) -> list[np.ndarray]:
     """Return the outputs of a graph."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # as the engine's
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # as in the engine
     session = onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
-    found: list[np.ndarray] = session.run(None, inputs)
-    return found
+    outputs: list[np.ndarray] = session.run(None, inputs)
+    return outputs
 
 
 def ops(graph: Path) -> list[str]:
     """Return the ops of a graph and its branches in order."""
-    return [one.op_type for part in graphs_of(read_structure(graph).graph) for one in part.node]
+    return [node.op_type for part in graphs_of(read_structure(graph).graph) for node in part.node]
 
 
 def stored(graph: Path) -> dict[str, int]:
     """Return the types of a graph's constants."""
-    parts = graphs_of(read_structure(graph).graph)
-    return {one.name: one.data_type for part in parts for one in part.initializer}
+    return {tensor.name: tensor.data_type for tensor in initializers_of(read_structure(graph).graph)}

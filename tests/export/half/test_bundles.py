@@ -1,4 +1,4 @@
-"""Bundles in half precision: that they run, how near they come to the reference, and what is refused."""
+"""Bundles in half precision: they run, they are close to the reference, and mistakes are refused."""
 
 import importlib.util
 import json
@@ -55,7 +55,7 @@ def certificate_of(bundle: Bundle) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_presets_run_in_fp16_and_their_certificates_say_how_near_they_are(preset: str) -> None:
+def test_presets_run_in_fp16_and_their_certificates_say_how_close_they_are(preset: str) -> None:
     bundle = half_of(f"{preset}-tiny")
     assert (bundle.manifest.precision, bundle.manifest.target) == ("fp16", "onnx")
     certificate = certificate_of(bundle)
@@ -74,14 +74,14 @@ def test_presets_run_in_fp16_and_their_certificates_say_how_near_they_are(preset
 @pytest.mark.parametrize("preset", PRESETS)
 def test_memory_and_caches_are_half_and_all_else_is_not(preset: str) -> None:
     full, half = model_of(f"{preset}-tiny").spec, half_of(f"{preset}-tiny").spec
-    assert {one.dtype for one in half.memory} == {"float16"}
-    assert {(one.kind, one.dtype) for one in half.state} <= {("cache", "float16"), ("recurrent", "float32")}
+    assert {tensor.dtype for tensor in half.memory} == {"float16"}
+    assert {(tensor.kind, tensor.dtype) for tensor in half.state} <= {("cache", "float16"), ("recurrent", "float32")}
     assert half.results == full.results
     assert half.length_log_probs == full.length_log_probs
 
 
 @pytest.mark.parametrize("preset", ["transformer", "fat"])
-def test_weights_take_half_the_room(preset: str) -> None:
+def test_weights_need_half_the_space(preset: str) -> None:
     full, half = (
         bundle.manifest.files[WEIGHTS].size
         for bundle in (bundle_of(f"{preset}-tiny", "standard"), half_of(f"{preset}-tiny"))
@@ -89,15 +89,15 @@ def test_weights_take_half_the_room(preset: str) -> None:
     assert half == pytest.approx(full / 2, rel=0.02)
 
 
-@pytest.mark.parametrize("preset", [one for one in PRESETS if one != "transformer-nat"])
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "transformer-nat"])
 def test_beams_batches_and_shortlists_run_in_fp16(preset: str) -> None:
     engine = OrtEngine(half_of(f"{preset}-tiny"), threads=1)
     sources = [[5, 6, 7, 8, 9], [20, 21]]
     options = DecodeOptions(num_beams=3, max_new_tokens=8)
-    found, alone = decode(engine, sources, options), [decode(engine, [one], options)[0] for one in sources]
-    assert [one.tokens for one in found] == [one.tokens for one in alone]
+    batch, alone = decode(engine, sources, options), [decode(engine, [source], options)[0] for source in sources]
+    assert [hypothesis.tokens for hypothesis in batch] == [hypothesis.tokens for hypothesis in alone]
     short = decode(engine, sources, DecodeOptions(shortlist=tuple(range(3, 40)), max_new_tokens=8))
-    assert all(token < 40 for one in short for token in one.tokens)
+    assert all(token < 40 for hypothesis in short for token in hypothesis.tokens)
 
 
 def test_output_rows_are_the_halves_of_the_references() -> None:
@@ -107,11 +107,11 @@ def test_output_rows_are_the_halves_of_the_references() -> None:
         matrix = bundle.manifest.output_matrix
         assert matrix is not None
         assert (matrix.offset, matrix.dtype) == (0, {"fp16": "float16", "bf16": "bfloat16"}[precision])
-        found, expected = stored_output_rows(bundle, ids), EagerEngine(model_of("fat-tiny")).output_rows(ids)
-        assert found is not None
-        assert found.dtype == np.float32
-        np.testing.assert_allclose(found, expected, rtol=error, atol=1e-7)
-        assert (found != expected).any()
+        rows, expected = stored_output_rows(bundle, ids), EagerEngine(model_of("fat-tiny")).output_rows(ids)
+        assert rows is not None
+        assert rows.dtype == np.float32
+        np.testing.assert_allclose(rows, expected, rtol=error, atol=1e-7)
+        assert (rows != expected).any()
 
 
 def test_g2p_in_fp16_chooses_the_references_phonemes() -> None:
@@ -120,8 +120,9 @@ def test_g2p_in_fp16_chooses_the_references_phonemes() -> None:
     same = total = 0
     for start in range(0, len(words), BATCH):
         source, mask = padded(words[start : start + BATCH], engine.spec)
-        found = compared(engine, reference(), source, mask, steps=20)
-        same, total = same + int((found.expected == found.found).sum()), total + found.expected.size
+        comparison = compared(engine, reference(), source, mask, steps=20)
+        same += int((comparison.expected == comparison.found).sum())
+        total += comparison.expected.size
     print(f"{same} of {total}")
     assert same >= LEAST_AGREEMENT * total
 
@@ -131,7 +132,7 @@ def test_g2p_in_fp16_is_half_as_large_certified_and_pronounces() -> None:
     assert bundle.total_bytes == pytest.approx(g2p_bundle("standard").total_bytes / 2, rel=0.1)
     assert certificate_of(bundle)["parity"]["least_agreement"] == LEAST_AGREEMENT
     with fatdeploy.load(bundle.path, threads=1) as model:
-        assert [one.text for one in model.generate(["knight", "station"])] == ["N AY1 T", "S T EY1 SH AH0 N"]
+        assert [output.text for output in model.generate(["knight", "station"])] == ["N AY1 T", "S T EY1 SH AH0 N"]
 
 
 def test_a_bundle_in_bf16_says_that_its_graphs_were_not_executed() -> None:
@@ -143,7 +144,7 @@ def test_a_bundle_in_bf16_says_that_its_graphs_were_not_executed() -> None:
     largest = certificate["parity"]["largest_difference"]
     assert largest > 2 * certificate_of(half_of("fat-tiny"))["parity"]["largest_difference"]
     assert certificate["parity"]["agreement"] > 0.85
-    assert {one.dtype for one in bundle.spec.memory} == {"bfloat16"}
+    assert {tensor.dtype for tensor in bundle.spec.memory} == {"bfloat16"}
 
 
 def test_bf16_on_a_cpu_is_refused() -> None:
@@ -167,7 +168,7 @@ def test_half_precision_for_a_cpu_is_refused(precision: Precision, tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
-def test_another_model_is_no_half_of_a_trained_one() -> None:
+def test_another_model_does_not_pass_for_the_half_of_a_trained_one() -> None:
     probes = read_probes(half_of("fat-tiny").file(PROBES))
     other = EagerEngine(model_from_preset("fat-tiny", seed=1))
     with pytest.raises(
@@ -177,20 +178,20 @@ def test_another_model_is_no_half_of_a_trained_one() -> None:
 
 
 class Overflowing(EagerEngine):
-    """Says NaN from the third step on."""
+    """Returns NaN from the third step onwards."""
 
     def step(self, tokens: Tokens, state: EagerState, want: Want) -> StepOut:
-        said = super().step(tokens, state, want)
-        return said if state.position < 3 else StepOut(logits=np.full_like(said.logits, np.nan))
+        output = super().step(tokens, state, want)
+        return output if state.position < 3 else StepOut(logits=np.full_like(output.logits, np.nan))
 
 
-def test_a_logit_that_is_no_number_is_told_with_its_place() -> None:
+def test_a_logit_that_is_not_a_number_is_reported_with_its_place() -> None:
     probes, model = read_probes(half_of("fat-tiny").file(PROBES)), model_of("fat-tiny")
     with pytest.raises(ParityFailed, match="probe 0, row 0, step 2: a logit is infinite or not a number"):
         half_parity(Overflowing(model), exportable_model(model), probes[:1], None)
 
 
-def test_the_reference_is_all_its_own() -> None:
+def test_the_reference_agrees_with_itself() -> None:
     probes, model = read_probes(half_of("fat-tiny").file(PROBES)), model_of("fat-tiny")
     parity = half_parity(EagerEngine(model), exportable_model(model), probes[:2], 1.0)
     assert (parity.same, parity.tokens, parity.rows) == (4 * 48, 4 * 48, 4)

@@ -1,4 +1,4 @@
-"""Half precision as a stage: what becomes half, what must not, and what is refused. Graphs are made by hand."""
+"""Half precision as a stage: what becomes half, what must not, and what is refused. The graphs are small."""
 
 import re
 from pathlib import Path
@@ -29,9 +29,9 @@ def test_matrices_and_activations_become_half_and_the_border_stays(tmp_path: Pat
     graph = halved(written(tmp_path / "g.onnx", nodes, inputs, outputs, {"w": MATRIX, "b": X[0]}))
     assert stored(graph) == {"w": HALF, "b": HALF}
     assert ops(graph) == ["Cast", "MatMul", "Add", "Relu", "MatMul", "Cast"]
-    [found] = ran(graph, x=X)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, np.maximum(X @ MATRIX + X[0], 0) @ MATRIX, rtol=5e-3, atol=5e-2)
+    [output] = ran(graph, x=X)
+    assert output.dtype == np.float32
+    np.testing.assert_allclose(output, np.maximum(X @ MATRIX + X[0], 0) @ MATRIX, rtol=5e-3, atol=5e-2)
 
 
 def test_inputs_and_outputs_in_the_border_become_half(tmp_path: Path) -> None:
@@ -40,8 +40,8 @@ def test_inputs_and_outputs_in_the_border_become_half(tmp_path: Path) -> None:
         written(tmp_path / "g.onnx", [node("MatMul", "x w", "y")], inputs, outputs, {"w": MATRIX}), "fp16", "x", "y"
     )
     assert ops(graph) == ["MatMul"]
-    [found] = ran(graph, x=half(X))
-    assert found.dtype == np.float16
+    [output] = ran(graph, x=half(X))
+    assert output.dtype == np.float16
 
 
 def attention(path: Path, hidden: float) -> Path:
@@ -57,34 +57,34 @@ def attention(path: Path, hidden: float) -> Path:
     return written(path, nodes, inputs, {"out": ("float32", [3, 32])}, constants)
 
 
-def test_a_mask_beyond_the_range_hides_and_is_no_nan(tmp_path: Path) -> None:
+def test_a_mask_beyond_the_range_hides_without_nan(tmp_path: Path) -> None:
     graph = halved(attention(tmp_path / "g.onnx", -1e30), "fp16", "q", "k", "v")
     mask = np.array([[True, True, False, False], [True, False, False, True], [False] * 4])
     k, v = half(MATRIX[:, :4]), half(MATRIX[:4])
-    [found] = ran(graph, q=half(X), k=k, v=v, mask=mask)
+    [output] = ran(graph, q=half(X), k=k, v=v, mask=mask)
     [other] = ran(graph, q=half(X), k=k, v=v + half(~mask[0])[:, None] * half(np.float32(100)), mask=mask)
-    assert np.isfinite(found).all()
-    np.testing.assert_array_equal(found[0], other[0])  # hidden values have a weight of exactly 0
-    np.testing.assert_allclose(found[2], v.mean(0), atol=2e-3)  # all hidden: as in fp32, no NaN
+    assert np.isfinite(output).all()
+    np.testing.assert_array_equal(output[0], other[0])  # hidden values have a weight of exactly 0
+    np.testing.assert_allclose(output[2], v.mean(0), atol=2e-3)  # all hidden: as in fp32, no NaN
     assert stored(graph)["hidden"] == FULL
 
 
-def test_a_mask_that_an_op_wants_in_half_ends_at_the_end_of_the_range(tmp_path: Path) -> None:
+def test_a_mask_that_an_op_reads_in_half_is_clipped_to_the_range(tmp_path: Path) -> None:
     nodes = [
         node("Where", "mask zero hidden", "added"),
         node(
             "MultiHeadAttention", "q k v - - added", "out", domain="com.microsoft", num_heads=2, mask_filter_value=-1e30
         ),
-        node("Identity", "added", "told"),
+        node("Identity", "added", "mask_out"),
     ]
     inputs = {name: ("float32", [1, 3, 32]) for name in "qkv"} | {"mask": ("bool", [1, 1, 3, 3])}
-    outputs = {"out": ("float32", [1, 3, 32]), "told": ("float32", [1, 1, 3, 3])}
+    outputs = {"out": ("float32", [1, 3, 32]), "mask_out": ("float32", [1, 1, 3, 3])}
     constants = {"zero": np.float32(0), "hidden": np.float32(-1e30)}
-    graph = halved(written(tmp_path / "g.onnx", nodes, inputs, outputs, constants), "fp16", "q", "k", "v", "told")
+    graph = halved(written(tmp_path / "g.onnx", nodes, inputs, outputs, constants), "fp16", "q", "k", "v", "mask_out")
     assert ops(graph).count("Clip") == 2  # for the attention, and for the output
     mask = np.tril(np.ones((1, 1, 3, 3), bool))
-    out, told = ran(graph, q=half(X[None]), k=half(X[None]), v=half(X[None]), mask=mask)
-    np.testing.assert_array_equal(told, np.where(mask, 0, np.float16(-65504)))
+    out, mask_out = ran(graph, q=half(X[None]), k=half(X[None]), v=half(X[None]), mask=mask)
+    np.testing.assert_array_equal(mask_out, np.where(mask, 0, np.float16(-65504)))
     np.testing.assert_array_equal(out[0, 0], half(X)[0])  # the first position sees itself alone
 
 
@@ -95,56 +95,55 @@ def test_a_weight_beyond_the_range_is_named(tmp_path: Path, precision: HalfPreci
     nodes = [node("MatMul", "x fine", "y"), node("MatMul", "y heavy", "out")]
     inputs, outputs = {"x": ("float32", ["n", 32])}, {"out": ("float32", ["n", 32])}
     graph = written(tmp_path / "g.onnx", nodes, inputs, outputs, {"fine": MATRIX, "heavy": matrix})
-    said = re.escape(f"heavy (read by part/out) has {largest:.4g}. Export with")
-    with pytest.raises(ExportFailed, match=f"weights beyond the range of {precision}, .*: {said}"):
+    reason = re.escape(f"heavy (read by part/out) has {largest:.4g}. Export with")
+    with pytest.raises(ExportFailed, match=f"weights beyond the range of {precision}, .*: {reason}"):
         halved(graph, precision)
     if precision == "fp16":
         assert stored(halved(graph, "bf16"))["heavy"] == TensorProto.BFLOAT16
 
 
-@pytest.mark.parametrize("taken", [True, False])
-def test_branches_of_a_condition_have_one_type_and_read_what_is_outside(tmp_path: Path, taken: bool) -> None:
-    first = branch([node("MatMul", "y w", "inner"), node("Add", "inner one", "a")], "a", {"one": np.float32(1)})
-    second = branch([node("Exp", "y", "b")], "b")
+@pytest.mark.parametrize("first", [True, False])
+def test_branches_of_a_condition_have_one_type_and_read_outer_values(tmp_path: Path, first: bool) -> None:
+    then = branch([node("MatMul", "y w", "inner"), node("Add", "inner one", "a")], "a", {"one": np.float32(1)})
+    otherwise = branch([node("Exp", "y", "b")], "b")
     nodes = [
         node("MatMul", "x w", "y"),
-        node("If", "taken", "c", then_branch=first, else_branch=second),
+        node("If", "first", "c", then_branch=then, else_branch=otherwise),
         node("Add", "c y", "out"),
     ]
-    inputs = {"x": ("float32", ["n", 32]), "taken": ("bool", [])}
+    inputs = {"x": ("float32", ["n", 32]), "first": ("bool", [])}
     outputs = {"out": ("float32", ["n", 32]), "c": ("float32", ["n", 32])}
     graph = written(tmp_path / "g.onnx", nodes, inputs, outputs, {"w": MATRIX / 8})
-    expected = ran(graph, x=X, taken=np.array(taken))
-    found = ran(halved(graph), x=X, taken=np.array(taken))
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=5e-3, atol=5e-3)
-        assert np.abs(one - other).max() > 1e-5
+    outputs = ran(halved(graph), x=X, first=np.array(first))
+    for output, expected in zip(outputs, ran(graph, x=X, first=np.array(first)), strict=True):
+        np.testing.assert_allclose(output, expected, rtol=5e-3, atol=5e-3)
+        assert np.abs(output - expected).max() > 1e-5
 
 
 def test_a_condition_between_matrices_is_half(tmp_path: Path) -> None:
-    first, second = branch([node("MatMul", "y w", "a")], "a"), branch([node("Mul", "y none", "b")], "b")
+    then, otherwise = branch([node("MatMul", "y w", "a")], "a"), branch([node("Mul", "y none", "b")], "b")
     nodes = [
         node("MatMul", "x w", "y"),
-        node("If", "taken", "c", then_branch=first, else_branch=second),
+        node("If", "first", "c", then_branch=then, else_branch=otherwise),
         node("MatMul", "c w", "out"),
     ]
-    inputs = {"x": ("float32", ["n", 32]), "taken": ("bool", [])}
+    inputs = {"x": ("float32", ["n", 32]), "first": ("bool", [])}
     constants = {"w": MATRIX, "none": np.float32(0)}
     graph = halved(written(tmp_path / "g.onnx", nodes, inputs, {"out": ("float32", ["n", 32])}, constants), "fp16", "x")
     assert ops(graph).count("Cast") == 1  # at the border
-    [found] = ran(graph, x=half(X), taken=np.array(0, bool))
-    assert not found.any()
+    [output] = ran(graph, x=half(X), first=np.array(0, bool))
+    assert not output.any()
 
 
 def test_the_body_of_a_loop_is_refused(tmp_path: Path) -> None:
     inputs, outputs = {"x": ("float32", ["n", 32])}, {"out": ("float32", ["n", 32])}
     nodes = [node("Loop", "n - x", "out", body=branch([], "x"))]
     graph = written(tmp_path / "g.onnx", nodes, inputs, outputs, {"n": np.array(2)})
-    with pytest.raises(ExportFailed, match=r"Loop \(part/out\) cannot be turned into half precision"):
+    with pytest.raises(ExportFailed, match=r"Loop \(part/out\) cannot be converted to half precision"):
         halved(graph)
 
 
-def test_squares_are_added_up_in_float32(tmp_path: Path) -> None:
+def test_squares_are_summed_in_float32(tmp_path: Path) -> None:
     nodes = [
         node("MatMul", "x w", "q"),
         node("Add", "q b", "a"),
@@ -156,16 +155,16 @@ def test_squares_are_added_up_in_float32(tmp_path: Path) -> None:
     constants = {"w": 100 * np.eye(32, dtype=np.float32), "b": np.full(32, 300, np.float32), "axes": np.array([1])}
     inputs, outputs = {"x": ("float32", ["n", 32])}, {"out": ("float32", ["n"])}
     graph = written(tmp_path / "g.onnx", nodes, inputs, outputs, constants)
-    [found] = ran(halved(graph), x=X)  # 32 · 300² is far beyond the range
-    np.testing.assert_allclose(found, np.sqrt((np.maximum(100 * X + 300, 0) ** 2).sum(1)), rtol=1e-3)
+    [output] = ran(halved(graph), x=X)  # 32 · 300² is far beyond the range
+    np.testing.assert_allclose(output, np.sqrt((np.maximum(100 * X + 300, 0) ** 2).sum(1)), rtol=1e-3)
 
 
-def test_a_number_that_half_would_make_zero_keeps_a_logarithm_finite(tmp_path: Path) -> None:
+def test_a_number_that_half_would_round_to_zero_keeps_a_logarithm_finite(tmp_path: Path) -> None:
     nodes = [node("Mul", "x x", "p"), node("Add", "p tiny", "safe"), node("Log", "safe", "out")]
     inputs, outputs = {"x": ("float32", [2])}, {"out": ("float32", [2])}
     graph = halved(written(tmp_path / "g.onnx", nodes, inputs, outputs, {"tiny": np.float32(1e-9)}), "fp16", "x")
-    [found] = ran(graph, x=np.array([0, 1], np.float16))
-    np.testing.assert_allclose(found, np.log([1e-9, 1]), atol=1e-6)
+    [output] = ran(graph, x=np.array([0, 1], np.float16))
+    np.testing.assert_allclose(output, np.log([1e-9, 1]), atol=1e-6)
 
 
 def test_recurrent_sums_do_not_lose_what_a_step_adds(tmp_path: Path) -> None:
@@ -186,7 +185,7 @@ def test_recurrent_sums_do_not_lose_what_a_step_adds(tmp_path: Path) -> None:
     graph = halved(written(tmp_path / "g.onnx", nodes, inputs, outputs, constants), "fp16", "x")
     x, past = np.full((1, 32), 0.5, np.float16), np.full((32, 32), 4000, np.float32)
     present, out = ran(graph, x=x, past=past)
-    np.testing.assert_array_equal(present, 4000.25)  # half would say 4000
+    np.testing.assert_array_equal(present, 4000.25)  # half would round to 4000
     np.testing.assert_allclose(out, 1 / 32, rtol=1e-3)  # 16 · 4000 · 32 is beyond the range
 
 
@@ -226,8 +225,8 @@ def test_the_copy_in_float32_rounds_every_result(tmp_path: Path) -> None:
     steps = (short.astype(np.float32) @ MATRIX.astype(ml_dtypes.bfloat16).astype(np.float32)).astype(ml_dtypes.bfloat16)
     steps = steps + X[0].astype(ml_dtypes.bfloat16)
     expected = np.tanh(steps.astype(np.float32)).astype(ml_dtypes.bfloat16)
-    [found] = ran(copy, x=short.astype(np.float32))
-    assert (found == expected.astype(np.float32)).mean() > 0.95  # a sum in another order may round elsewhere
-    assert np.abs(found - np.tanh(X @ MATRIX + X[0])).max() > 1e-3
-    np.testing.assert_array_equal(found, found.astype(ml_dtypes.bfloat16).astype(np.float32))
-    np.testing.assert_allclose(found, expected.astype(np.float32), atol=1e-2)
+    [output] = ran(copy, x=short.astype(np.float32))
+    assert (output == expected.astype(np.float32)).mean() > 0.95  # a sum in another order may round elsewhere
+    assert np.abs(output - np.tanh(X @ MATRIX + X[0])).max() > 1e-3
+    np.testing.assert_array_equal(output, output.astype(ml_dtypes.bfloat16).astype(np.float32))
+    np.testing.assert_allclose(output, expected.astype(np.float32), atol=1e-2)
