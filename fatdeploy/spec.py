@@ -198,6 +198,10 @@ class ModelSpec:
             self, memory=memory, state=tuple(_halved(one, dtype) if one.kind == "cache" else one for one in self.state)
         )
 
+    def ordinary_ids(self) -> Tokens:
+        """Return the ids of all tokens but padding, BOS and EOS, in ascending order."""
+        return np.setdiff1d(np.arange(self.vocab_size), [self.pad_id, self.bos_id, self.eos_id])
+
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON values, defaults included: a later change of a default changes no bundle."""
         values: dict[str, Any] = json_from_record(self)
