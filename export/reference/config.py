@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from fatdeploy.errors import ConfigError, in_one_line
 
 HeadMask = Literal["local", "strided", "global_tokens"]
-EncoderAttention = Literal[
+EncoderAttentionKind = Literal[
     "scaled_dot",
     "dot",
     "additive",
@@ -21,8 +21,8 @@ EncoderAttention = Literal[
     "linear",
     "synthesizer",
 ]
-DecoderAttention = Literal["scaled_dot", "dot", "additive", "local", "linear", "full"]
-CrossAttention = Literal["scaled_dot", "dot", "additive", "fast_fc"]
+DecoderAttentionKind = Literal["scaled_dot", "dot", "additive", "local", "linear", "full"]
+CrossAttentionKind = Literal["scaled_dot", "dot", "additive", "fast_fc"]
 Features = Literal["elu", "softmax", "random", "performer"]
 FcSoftmax = Literal["tanh", "tanh_bounded", "softmax"]
 Relative = Literal["none", "table", "angle"]
@@ -80,7 +80,7 @@ class ModelConfig:
     scale_embeddings: bool = True
     dropout: float = 0.0
 
-    encoder_attention: EncoderAttention | tuple[HeadMask, ...] = "scaled_dot"
+    encoder_attention: EncoderAttentionKind | tuple[HeadMask, ...] = "scaled_dot"
     encoder_direction: Direction = "both"
     window: int = 8
     stride: int = 4
@@ -91,8 +91,8 @@ class ModelConfig:
     features: Features = "elu"
     random_features: int = 64
 
-    decoder_attention: DecoderAttention = "scaled_dot"
-    cross_attention: CrossAttention = "scaled_dot"
+    decoder_attention: DecoderAttentionKind = "scaled_dot"
+    cross_attention: CrossAttentionKind = "scaled_dot"
     fc_softmax: FcSoftmax = "tanh_bounded"
     cross_wiring: Literal["last", "matched"] = "last"
 
@@ -179,7 +179,7 @@ class ModelConfig:
     def _wrong_heads(self) -> str:
         attention: Any = self.encoder_attention
         if not isinstance(attention, tuple):
-            return _wrong_value(attention, EncoderAttention)
+            return _wrong_value(attention, EncoderAttentionKind)
         wrong = [value for value in attention if value not in get_args(HeadMask)]
         if wrong:
             return f"a tuple names one of {list(get_args(HeadMask))} per head, found {wrong}"
