@@ -210,6 +210,10 @@ class ModelSpec:
         special = {self.pad_id, self.bos_id, self.eos_id}
         return [token for token in range(self.vocab_size) if token not in special]
 
+    def ordinary_ids(self) -> Tokens:
+        """Return the ids of all tokens but padding, BOS and EOS, in ascending order."""
+        return np.setdiff1d(np.arange(self.vocab_size), [self.pad_id, self.bos_id, self.eos_id])
+
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON values, including defaults: a later change of a default changes no bundle."""
         values: dict[str, Any] = json_from_record(self)

@@ -1,6 +1,6 @@
 """The arithmetic that attentions share: heads, masks, scores, feature maps, recurrent state.
 
-Axes everywhere in the reference: B sources, R rows (B times the rows a source has), S source positions, T target
+Axes everywhere in the reference: B sources, R rows (B times the rows per source), S source positions, T target
 positions, t positions of one call, I queries, J keys, H heads, D head width, M = H·D, F features, V vocabulary.
 """
 
@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from fatdeploy.export.reference.config import Features, ModelConfig
 
-# Memory of a pairwise attention is one block of [block, B, H, I, J]. At B = 4, H = 8, S = 512 a feature is 34 MB: eight
-# features and the sums stay near 0.35 GB, sixteen would need more than 0.6 GB and save 6 % of the time.
+# A pairwise attention needs memory for one block [block, B, H, I, J]. At B = 4, H = 8, S = 512 a feature has 34 MB:
+# eight features and the sums need about 0.35 GB, sixteen would need more than 0.6 GB and save 6 % of the time.
 FEATURE_BLOCK = 8
 
 # A layer's share of the decoder state: (keys, values), (sums, normaliser) or nothing.
@@ -34,14 +34,14 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def masked_softmax(scores: Tensor, allowed: Tensor) -> Tensor:
-    """Return the softmax over what is allowed; everything else has a weight of exactly 0."""
+    """Return the softmax over the allowed keys; all others have a weight of exactly 0."""
     return scores.masked_fill(~allowed, -math.inf).softmax(-1)
 
 
 def summed_over_features(queries: Tensor, keys: Tensor, term: Callable[[Tensor, slice], Tensor]) -> Tensor:
-    """Return Σ_d term(queries_id + keys_jd) as [B, H, I, J], block by block of features.
+    """Return Σ_d term(queries_id + keys_jd) as [B, H, I, J], computed in blocks of features.
 
-    Features lead inside a block: sums then run over whole planes, 3 to 5 times faster than over a short last axis.
+    Features are the first axis of a block: sums over whole planes are 3 to 5 times faster than over a short last axis.
     """
     queries, keys = queries.movedim(-1, 0).unsqueeze(-1), keys.movedim(-1, 0).unsqueeze(-2)
     total: Tensor | None = None
@@ -63,16 +63,16 @@ def slow_scores(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 class PositiveNorms(torch.autograd.Function):
-    """√(Σ_d relu(a_id + c_jd)² + 1e-6) of all pairs, with the backward pass written out.
+    """√(Σ_d relu(a_id + c_jd)² + 1e-6) of all pairs, with its own backward pass.
 
-    Its gradient is relu(a + c) over the norm, summed over keys or queries: two products with what the forward pass has
-    anyway, where autograd would keep and read three tensors of [B, H, I, J, D]. Meant for the lengths that are trained
-    on; one tensor of that size is kept.
+    The gradient is relu(a + c) over the norm, summed over keys or queries: two products with tensors that the forward
+    pass computes anyway. Autograd would keep three tensors [B, H, I, J, D], this keeps one. For the short sequences of
+    training.
     """
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return [B, H, I, J] of queries [B, H, I, D] and keys [B, H, J, D]."""
+        """Return [B, H, I, J] from queries [B, H, I, D] and keys [B, H, J, D]."""
         pairs = (queries.unsqueeze(-2) + keys.unsqueeze(-3)).relu_()
         norms = (pairs.unsqueeze(-2) @ pairs.unsqueeze(-1)).squeeze(-1).squeeze(-1).add_(1e-6).sqrt_()
         ctx.save_for_backward(pairs, norms)
@@ -83,13 +83,13 @@ class PositiveNorms(torch.autograd.Function):
         """Return the gradients of queries and keys."""
         pairs, norms = ctx.saved_tensors
         shares = (gradients[0] / norms).unsqueeze(-1)  # [B, H, I, J, 1]
-        of_queries = (pairs.mT @ shares).squeeze(-1)
-        of_keys = (pairs.transpose(2, 3).mT @ shares.transpose(2, 3)).squeeze(-1)
-        return of_queries, of_keys
+        query_gradients = (pairs.mT @ shares).squeeze(-1)
+        key_gradients = (pairs.transpose(2, 3).mT @ shares.transpose(2, 3)).squeeze(-1)
+        return query_gradients, key_gradients
 
 
 class Scores(nn.Module):
-    """Scores of queries against keys: ``scaled_dot``, ``dot`` or ``additive``; any other kind has the first."""
+    """Scores of queries and keys: ``dot``, ``additive``, or ``scaled_dot`` for any other kind."""
 
     def __init__(self, kind: str | tuple[str, ...], config: ModelConfig) -> None:
         super().__init__()
@@ -107,11 +107,11 @@ class Scores(nn.Module):
 
 @dataclass(frozen=True)
 class Visible:
-    """Which keys each query sees, and what is added to its scores: computed once for all layers of a stack."""
+    """Which keys each query sees, and what is added to its scores; computed once for all layers of a stack."""
 
     allowed: Tensor  # bool, broadcasts to [B, H, I, J]
     relative: Tensor | None  # [H, I, J]
-    causal: bool = False  # nothing but the future is hidden
+    causal: bool = False  # only the future is hidden
 
     def weights(self, scores: Tensor) -> Tensor:
         """Return the weights of scores [B, H, I, J]."""
@@ -119,7 +119,7 @@ class Visible:
 
 
 class FeatureMap(nn.Module):
-    """φ of a linear attention, from [B, H, L, D] to [B, H, L, F]; what a padded key must not add is set to zero."""
+    """φ of a linear attention, from [B, H, L, D] to [B, H, L, F]; zero for padded keys, so that they add nothing."""
 
     projection: Tensor
 
@@ -127,11 +127,11 @@ class FeatureMap(nn.Module):
         super().__init__()
         self.kind: Features = config.features
         self.smallest_normaliser = 1e-3 if self.kind == "random" else 0.0
-        # Whether φ maps every number for itself, wherever its head and position stand.
-        self.of_each_number = self.kind == "elu"
+        # Whether φ maps each number on its own, so that heads need not be split first.
+        self.elementwise = self.kind == "elu"
         self.has_projection = self.kind in ("random", "performer")
         if self.has_projection:
-            # Fixed, not learned, but saved with the weights: another draw would be another model.
+            # Not learned, but saved with the weights: another draw would be another model.
             self.register_buffer("projection", torch.zeros(config.heads, config.random_features, config.head_width))
 
     def queries(self, x: Tensor) -> Tensor:
@@ -157,15 +157,17 @@ class FeatureMap(nn.Module):
         return exponents.exp() / math.sqrt(exponents.shape[-1])
 
     def quotient(self, sums: Tensor, normaliser: Tensor) -> Tensor:
-        """Return sums [B, H, I, D] over normaliser [B, H, I, 1], kept away from zero."""
-        away = normaliser + 1e-6
-        return sums / (away.clamp(min=self.smallest_normaliser) if self.smallest_normaliser else away)
+        """Return sums [B, H, I, D] over normaliser [B, H, I, 1], which is kept away from zero."""
+        denominator = normaliser + 1e-6
+        if self.smallest_normaliser:
+            denominator = denominator.clamp(min=self.smallest_normaliser)
+        return sums / denominator
 
 
 def linear_state(queries: Tensor, keys: Tensor, values: Tensor, state: LayerState) -> tuple[Tensor, Tensor, LayerState]:
     """Return sums, normaliser and the next state of a causal linear attention over features [R, H, t, F].
 
-    What came before is read from the state, what is inside the call from its own lower triangle; S and z move once.
+    Earlier calls come from the state, this call from its own lower triangle; the state is updated once.
     """
     inside = (queries @ keys.transpose(-1, -2)).tril()  # [R, H, t, t]
     sums, normaliser = inside @ values, inside.sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The configuration of a reference model: every choice, what goes with what, and its JSON form. Imports no torch."""
+"""The configuration of a reference model: every choice, legal combinations, and its JSON form. Imports no torch."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from fatdeploy.errors import ConfigError, in_one_line
 
 HeadMask = Literal["local", "strided", "global_tokens"]
-EncoderAttention = Literal[
+EncoderAttentionKind = Literal[
     "scaled_dot",
     "dot",
     "additive",
@@ -21,20 +21,20 @@ EncoderAttention = Literal[
     "linear",
     "synthesizer",
 ]
-DecoderAttention = Literal["scaled_dot", "dot", "additive", "local", "linear", "full"]
-CrossAttention = Literal["scaled_dot", "dot", "additive", "fast_fc"]
+DecoderAttentionKind = Literal["scaled_dot", "dot", "additive", "local", "linear", "full"]
+CrossAttentionKind = Literal["scaled_dot", "dot", "additive", "fast_fc"]
 Features = Literal["elu", "softmax", "random", "performer"]
 FcSoftmax = Literal["tanh", "tanh_bounded", "softmax"]
 Relative = Literal["none", "table", "angle"]
 Direction = Literal["both", "left_to_right", "right_to_left"]
 Activation = Literal["relu", "gelu", "swish"]
 
-# Self-attentions whose scores have a place for a term that depends on the distance alone.
+# Self-attentions whose scores can have a term that depends only on the distance.
 _TAKES_RELATIVE = {"scaled_dot", "dot", "additive", "slow", "local", "strided", "global_tokens", "full"}
-# Encoder attentions that mix all positions before they are compared: no direction can be kept apart afterwards.
+# Encoder attentions that mix all positions before they compare them, so that a direction is not possible.
 _BOTH_DIRECTIONS_ONLY = {"linformer", "compressed"}
 
-# Smallest legal value of every number; the largest, where there is one, is checked with what it depends on.
+# The smallest legal value of every number; a largest one is checked together with what it depends on.
 _AT_LEAST = {
     "vocab_size": 4,
     "width": 1,
@@ -61,7 +61,7 @@ _AT_LEAST = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One encoder-decoder, of which the named systems are presets; values that do not go together are refused."""
+    """An encoder-decoder; the named systems are presets of it. Values that exclude each other are refused."""
 
     vocab_size: int
     width: int
@@ -80,7 +80,7 @@ class ModelConfig:
     scale_embeddings: bool = True
     dropout: float = 0.0
 
-    encoder_attention: EncoderAttention | tuple[HeadMask, ...] = "scaled_dot"
+    encoder_attention: EncoderAttentionKind | tuple[HeadMask, ...] = "scaled_dot"
     encoder_direction: Direction = "both"
     window: int = 8
     stride: int = 4
@@ -91,8 +91,8 @@ class ModelConfig:
     features: Features = "elu"
     random_features: int = 64
 
-    decoder_attention: DecoderAttention = "scaled_dot"
-    cross_attention: CrossAttention = "scaled_dot"
+    decoder_attention: DecoderAttentionKind = "scaled_dot"
+    cross_attention: CrossAttentionKind = "scaled_dot"
     fc_softmax: FcSoftmax = "tanh_bounded"
     cross_wiring: Literal["last", "matched"] = "last"
 
@@ -109,7 +109,7 @@ class ModelConfig:
     hybrid_threshold: float = 0.5
 
     def __post_init__(self) -> None:
-        # Combinations are only judged between values that are each legal: a wrong type would break the comparison.
+        # Combinations are only checked if every value is legal: a wrong type would break the comparisons.
         reasons = self._wrong_values() or [*self._wrong_sizes(), *self._wrong_attentions(), *self._wrong_outputs()]
         if reasons:
             raise ConfigError(in_one_line("configuration refused", reasons))
@@ -126,18 +126,18 @@ class ModelConfig:
 
     @property
     def feature_width(self) -> int:
-        """F, the features that a linear attention compares a query and a key by."""
+        """F, the number of features by which a linear attention compares queries and keys."""
         return {"random": 2 * self.random_features, "performer": self.random_features}.get(
             self.features, self.head_width
         )
 
     def to_json(self) -> str:
-        """Return all values as a JSON object, defaults included: a later change of a default changes no checkpoint."""
+        """Return all values as a JSON object with defaults, so that a new default does not change old checkpoints."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "ModelConfig":
-        """Return the configuration that ``to_json`` wrote; unknown and missing names are refused together."""
+        """Return the configuration that ``to_json`` wrote; all unknown and missing names are one error."""
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:
@@ -148,7 +148,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
-        """Return the configuration with these values, lists for tuples; unknown and missing names are refused."""
+        """Return the configuration with these values, lists for tuples; all unknown and missing names are one error."""
         fields = {field.name: field for field in dataclasses.fields(cls)}
         unknown = [name for name in values if name not in fields]
         reasons = [f"{name}: unknown" for name in unknown]
@@ -158,7 +158,7 @@ class ModelConfig:
             if name not in values and field.default is dataclasses.MISSING
         ]
         if unknown:
-            reasons.append(f"known are {', '.join(fields)}")
+            reasons.append(f"valid names are {', '.join(fields)}")
         if reasons:
             raise ConfigError(in_one_line("configuration refused", reasons))
         attention = values.get("encoder_attention")
@@ -179,10 +179,10 @@ class ModelConfig:
     def _wrong_heads(self) -> str:
         attention: Any = self.encoder_attention
         if not isinstance(attention, tuple):
-            return _wrong_value(attention, EncoderAttention)
+            return _wrong_value(attention, EncoderAttentionKind)
         wrong = [value for value in attention if value not in get_args(HeadMask)]
         if wrong:
-            return f"a tuple names one of {list(get_args(HeadMask))} a head, found {wrong}"
+            return f"a tuple names one of {list(get_args(HeadMask))} per head, found {wrong}"
         if len(attention) != self.heads:
             return f"a tuple names one mask for each of {self.heads} heads, found {len(attention)}"
         return ""
@@ -215,7 +215,7 @@ class ModelConfig:
             name = f"linear with features = {features}" if encoder == "linear" else encoder
             reasons.append(f"encoder_direction: {name} attention has no direction, use both")
         if self.relative != "none":
-            # Every mask that a tuple may hold takes relative scores.
+            # Every mask that a tuple may contain takes relative scores.
             if isinstance(encoder, str) and encoder not in _TAKES_RELATIVE:
                 reasons.append(f"relative: encoder_attention = {encoder} takes no relative scores")
             if self.decoder_attention not in _TAKES_RELATIVE:
@@ -248,6 +248,6 @@ class ModelConfig:
 def _wrong_value(value: object, kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "" if value in get_args(kind) else f"expected one of {list(get_args(kind))}, found {value!r}"
-    # bool is an int and an int serves as a float, but a model with True heads is a mistake.
+    # An int is a valid float. A bool is an int in Python, but a model with True heads is a mistake.
     fits = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
     return "" if fits else f"expected {kind.__name__}, found {value!r}"

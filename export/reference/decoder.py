@@ -1,4 +1,4 @@
-"""The decoder: self-attentions with their incremental state, cross-attentions over projected memory, and the stack."""
+"""The decoder: self-attentions with incremental state, cross-attentions over projected memory, and the stack."""
 
 from dataclasses import dataclass, field
 
@@ -15,25 +15,25 @@ from fatdeploy.export.reference.attention import (
     split_heads,
 )
 from fatdeploy.export.reference.config import ModelConfig
-from fatdeploy.export.reference.layers import FeedForward, Residual, layer_norm
+from fatdeploy.export.reference.layers import FeedForward, Residual, SelfAttention, layer_norm
 from fatdeploy.export.reference.positions import RelativeScores
 from fatdeploy.export.reference.seams import Added, Outputs, Position, seams
 
 
 @dataclass
 class SourceMemory:
-    """All that the decoder needs of the source; keys and values are projected once, never a step, never a beam."""
+    """All that the decoder needs from the source; keys and values are projected once, not per step or beam."""
 
     source: Tensor  # [B, S] ids
     valid: Tensor  # [B, S], True = a real token
-    keys: list[Tensor]  # a decoder layer, [B, H, S, D]
+    keys: list[Tensor]  # per decoder layer, [B, H, S, D]
     values: list[Tensor]
-    length_logits: Tensor | None = None  # [B, max_target], of parallel models with a length head
+    length_logits: Tensor | None = None  # [B, max_target], only for parallel models with a length head
 
 
 @dataclass
 class DecoderState:
-    """One position for the whole batch, and each layer's tensors over rows."""
+    """One position for the whole batch, and the tensors of each layer, over rows."""
 
     position: Position = 0
     layers: list[LayerState] = field(default_factory=list)
@@ -41,15 +41,15 @@ class DecoderState:
 
 @dataclass(frozen=True)
 class Call:
-    """What all layers of the decoder read of one call, computed once."""
+    """What all layers of the decoder share in one call, computed once."""
 
     at: Tensor  # [t] positions of the call
     visible: Visible  # target positions [R or 1, 1, t, J]
-    gate: Tensor | None  # [R, t, 1] of the hybrid forward pass, 1 = open, 0 = closed; None where there is none
+    gate: Tensor | None  # [R, t, 1] of the hybrid forward pass, 1 = open, 0 = closed; None without one
     weights_of: frozenset[int]  # the layers whose cross weights are wanted
 
 
-def seen(config: ModelConfig, at: Tensor, j: Tensor, tokens: Tensor) -> Tensor:
+def allowed_keys(config: ModelConfig, at: Tensor, j: Tensor, tokens: Tensor) -> Tensor:
     """Return which target positions a query sees: the past, the window of ``local``, a row's length if parallel."""
     if config.parallel:
         return (tokens != config.pad_id)[:, None, None, :]
@@ -60,14 +60,11 @@ def seen(config: ModelConfig, at: Tensor, j: Tensor, tokens: Tensor) -> Tensor:
     return allowed[None, None]
 
 
-class CachedAttention(nn.Module):
+class CachedAttention(SelfAttention):
     """``scaled_dot``, ``dot``, ``additive``, ``local`` with key and value caches, and ``full`` without."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.heads = config.heads
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.out = nn.Linear(config.width, config.width)
+        super().__init__(config)
         self.scores = Scores(config.decoder_attention, config)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -80,14 +77,11 @@ class CachedAttention(nn.Module):
         return self.out(mixed), state
 
 
-class RecurrentAttention(nn.Module):
+class RecurrentAttention(SelfAttention):
     """Causal ``linear`` attention: a state of constant size instead of caches."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.heads = config.heads
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.out = nn.Linear(config.width, config.width)
+        super().__init__(config)
         self.features = FeatureMap(config)
 
     def forward(self, x: Tensor, state: LayerState, call: Call, position: Position) -> tuple[Tensor, LayerState]:  # noqa: ARG002
@@ -105,7 +99,7 @@ class CrossAttention(nn.Module):
         self.kv = nn.Linear(config.width, 2 * config.width)
         self.out = nn.Linear(config.width, config.width)
         self.scores = Scores(config.cross_attention, config)
-        self.plain = True  # a softmax of the scores and of what is added to them
+        self.plain = True  # a softmax of the scores plus ``added``
         self.dropout = nn.Dropout(config.dropout)
 
     def project(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +108,7 @@ class CrossAttention(nn.Module):
         return k, v
 
     def added(self, at: Tensor) -> Added | None:  # noqa: ARG002
-        """Return what is added to the scores before a softmax, if anything is."""
+        """Return what is added to the scores before the softmax, if anything."""
         return None
 
     def weigh(self, queries: Tensor, keys: Tensor, real: Tensor, at: Tensor) -> Tensor:  # noqa: ARG002
@@ -122,12 +116,12 @@ class CrossAttention(nn.Module):
         return masked_softmax(self.scores(queries, keys), real)
 
     def mix(self, x: Tensor, attended: Tensor) -> Tensor:  # noqa: ARG002
-        """Return the sub-layer's output from what was attended to."""
+        """Return the sub-layer's output from the attended values."""
         mixed: Tensor = self.out(attended)
         return mixed
 
     def forward(self, x: Tensor, memory: SourceMemory, layer: int, at: Tensor, weigh: bool) -> Outputs:
-        """Return output [R, t, M] and, if to ``weigh``, [R, H, t, S]; the n rows of a source share its memory."""
+        """Return output [R, t, M] and, with ``weigh``, weights [R, H, t, S]; n rows share the memory of a source."""
         q, keys, values = self.q(x), memory.keys[layer], memory.values[layer]
         if self.plain and not weigh:
             fused = seams().attend_memory(q, (keys, values), self.scores, memory.valid, self.added(at))
@@ -142,7 +136,7 @@ class CrossAttention(nn.Module):
 
 
 class FastFullyConnected(CrossAttention):
-    """Fast Fully Connected Softmax: a learned score a pair of positions, tanh weights, a gate, no output bias."""
+    """Fast Fully Connected Softmax: a learned score per pair of positions, tanh weights, a gate, no output bias."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -154,7 +148,7 @@ class FastFullyConnected(CrossAttention):
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def added(self, at: Tensor) -> Added:
-        # A head's bias is the same for all keys: a softmax does not see it.
+        # A head's bias is the same for all keys, so it does not change a softmax.
         return Added(self.position_scores, at)
 
     def weigh(self, queries: Tensor, keys: Tensor, real: Tensor, at: Tensor) -> Tensor:
@@ -168,8 +162,8 @@ class FastFullyConnected(CrossAttention):
         if self.form == "tanh":
             shrink = (-shown.logsumexp(-1, keepdim=True)).exp()
         else:
-            # 1 / (1 + Σ exp) is the weight of a score of 0 beside the others. It stands first, so that a softmax adds
-            # the others up in one order, however many keys are padding.
+            # 1 / (1 + Σ exp) is the softmax weight of an additional score of 0. It comes first, so that the softmax
+            # sums the others in the same order, however many keys are padding.
             shrink = functional.pad(shown, (1, 0)).softmax(-1)[..., :1]
         # The mask comes after the tanh: tanh(-inf) is -1, not 0.
         weights: Tensor = scores.tanh() * shrink * real
@@ -196,7 +190,7 @@ class DecoderLayer(nn.Module):
         return self.self_residual.leave(x, y), state
 
     def attend_source(self, x: Tensor, memory: SourceMemory, layer: int, call: Call) -> tuple[Tensor, Tensor | None]:
-        """Return x after cross-attention, and its weights if wanted; where the gate is closed it adds exactly 0."""
+        """Return x after cross-attention, and its weights if wanted; it adds exactly 0 where the gate is closed."""
         h, gate, weigh = self.cross_residual.enter(x), call.gate, layer in call.weights_of
 
         def act() -> Outputs:
@@ -212,8 +206,8 @@ class DecoderLayer(nn.Module):
         if outputs is None:
             return self.cross_residual.leave(x, None), None
         if gate is not None:
-            # A closed row has the same output and weights, whether other rows kept the sub-layer going or not.
-            outputs = outputs[0] * gate, *(one * gate[:, None] for one in outputs[1:])
+            # A closed row has the same output and weights whether or not other rows made the sub-layer run.
+            outputs = outputs[0] * gate, *(weights * gate[:, None] for weights in outputs[1:])
         return self.cross_residual.leave(x, outputs[0]), outputs[1] if weigh else None
 
 
@@ -228,7 +222,7 @@ class Decoder(nn.Module):
         self.relative = RelativeScores(config, config.max_target) if config.relative != "none" else None
 
     def project(self, encoded: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return every layer's cross keys and values from the encoder outputs that the wiring gives it."""
+        """Return every layer's cross keys and values, from the encoder outputs that ``cross_wiring`` selects."""
         inputs = encoded if self.config.cross_wiring == "matched" else encoded * len(self.layers)
         pairs = [layer.cross.project(output) for layer, output in zip(self.stack(), inputs, strict=True)]
         return [keys for keys, _ in pairs], [values for _, values in pairs]
@@ -252,7 +246,7 @@ class Decoder(nn.Module):
         capacity = state.layers[0][0].shape[2] if cached else steps
         j = torch.arange(seams().n_keys(state.position, steps, capacity), device=tokens.device)
         visible = Visible(
-            allowed=seen(config, at, j, tokens),
+            allowed=allowed_keys(config, at, j, tokens),
             relative=None if self.relative is None else self.relative(at, j),
             causal=config.decoder_attention in ("scaled_dot", "dot", "additive"),
         )
@@ -261,18 +255,18 @@ class Decoder(nn.Module):
     def forward(
         self, x: Tensor, state: DecoderState, memory: SourceMemory, call: Call
     ) -> tuple[Tensor, dict[int, Tensor], DecoderState]:
-        """Return hidden states [R, t, M], wanted cross weights [R, H, t, S] by layer if executed, the next state."""
-        wanted: dict[int, Tensor] = {}
-        following = []
+        """Return hidden states [R, t, M], wanted cross weights [R, H, t, S] of layers that ran, the next state."""
+        cross_weights: dict[int, Tensor] = {}
+        next_layers = []
         for index, layer in enumerate(self.stack()):
             x, layer_state = layer.attend_self(x, state.layers[index], call, state.position)
             x, weights = layer.attend_source(x, memory, index, call)
             if weights is not None:
-                wanted[index] = weights
+                cross_weights[index] = weights
             x = layer.ffn(x)
-            following.append(layer_state)
+            next_layers.append(layer_state)
         hidden = x if self.norm is None else self.norm(x)
-        return hidden, wanted, DecoderState(state.position + call.at.shape[0], following)
+        return hidden, cross_weights, DecoderState(state.position + call.at.shape[0], next_layers)
 
     def stack(self) -> list[DecoderLayer]:
         """Return the layers with their type."""

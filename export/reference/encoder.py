@@ -1,4 +1,4 @@
-"""The encoder: every self-attention it can have, one class a mechanism, and the stack."""
+"""The encoder: every self-attention it can have, one class per mechanism, and the stack."""
 
 from dataclasses import dataclass
 
@@ -15,21 +15,21 @@ from fatdeploy.export.reference.attention import (
     split_heads,
 )
 from fatdeploy.export.reference.config import ModelConfig
-from fatdeploy.export.reference.layers import FeedForward, Residual, layer_norm
+from fatdeploy.export.reference.layers import FeedForward, Residual, SelfAttention, layer_norm
 from fatdeploy.export.reference.positions import RelativeScores
 from fatdeploy.export.reference.seams import seams
 
 
 @dataclass(frozen=True)
 class Source:
-    """What all layers of the encoder read of the source, computed once."""
+    """What all layers of the encoder read from the source, computed once."""
 
     valid: Tensor  # [B, S], True = a real token
     embedded: Tensor  # [B, S, M], x̂ of the slow attention
     visible: Visible
 
 
-def seen(config: ModelConfig, valid: Tensor) -> Tensor:
+def allowed_keys(config: ModelConfig, valid: Tensor) -> Tensor:
     """Return which keys each query sees, [B, 1 or H, 1 or S, S]: mask of the attention, direction, padding."""
     attention = config.encoder_attention
     kinds = attention if isinstance(attention, tuple) else (attention,)
@@ -45,19 +45,16 @@ def seen(config: ModelConfig, valid: Tensor) -> Tensor:
     everything = torch.ones_like(masks["local"])
     direction = {"both": everything, "left_to_right": j <= i, "right_to_left": j >= i}[config.encoder_direction]
     pattern = torch.stack([masks.get(kind, everything) & direction for kind in kinds])  # [1 or H, S, S]
-    # A padded query sees everything: nobody reads its result, but a softmax over nothing would be NaN, and a weight of
+    # A padded query sees everything. Its result is never used, but a softmax over nothing would be NaN, and a weight of
     # 0 times NaN is NaN.
     return (pattern & valid[:, None, None, :]) | ~valid[:, None, :, None]
 
 
-class SoftmaxAttention(nn.Module):
+class SoftmaxAttention(SelfAttention):
     """``scaled_dot``, ``dot``, ``additive`` and the masks over ``scaled_dot``."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.heads = config.heads
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.out = nn.Linear(config.width, config.width)
+        super().__init__(config)
         self.scores = Scores(config.encoder_attention, config)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -98,7 +95,7 @@ class SlowAttention(nn.Module):
         return gated
 
     def _turned(self, projection: nn.Linear, turn: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weight and bias of a projection whose first M outputs are turned, head by head."""
+        """Return weight and bias of a projection with the first M outputs multiplied by each head's matrix."""
         width = turn.shape[0] * turn.shape[1]
         weight, bias = projection.weight, projection.bias
         turned = (turn @ weight[:width].view(*turn.shape[:2], -1)).flatten(0, 1)
@@ -109,7 +106,7 @@ class SlowAttention(nn.Module):
 
 
 class LinformerAttention(SoftmaxAttention):
-    """Keys and values projected along the source to a fixed number of rows, shared by heads."""
+    """Keys and values projected along the source to a fixed number of rows, shared by all heads."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -126,7 +123,7 @@ class LinformerAttention(SoftmaxAttention):
 
 
 class CompressedAttention(SoftmaxAttention):
-    """Keys and values through a convolution whose kernel is its stride: ceil(S / r) rows."""
+    """Keys and values through a convolution with kernel = stride = r: ceil(S / r) rows."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -155,15 +152,12 @@ class CompressedAttention(SoftmaxAttention):
         return compressed
 
 
-class LinearAttention(nn.Module):
-    """Attention through feature maps; in one direction the scores are masked, in both they are never formed."""
+class LinearAttention(SelfAttention):
+    """Attention through feature maps; scores are masked in one direction, and never computed in both."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.heads = config.heads
+        super().__init__(config)
         self.both = config.encoder_direction == "both"
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.out = nn.Linear(config.width, config.width)
         self.features = FeatureMap(config)
 
     def forward(self, h: Tensor, source: Source) -> Tensor:
@@ -180,7 +174,7 @@ class LinearAttention(nn.Module):
 
 
 class SynthesizerAttention(nn.Module):
-    """Weights that compare nothing: learned a pair of positions (``random``), or from the query alone (``dense``)."""
+    """Weights without comparison: learned per pair of positions (``random``) or from the query only (``dense``)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -233,7 +227,7 @@ class EncoderLayer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """The stack; returns what each decoder layer projects its keys and values from."""
+    """The stack; returns the outputs that decoder layers project their keys and values from."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -244,11 +238,11 @@ class Encoder(nn.Module):
         self.relative = RelativeScores(config, config.max_source) if config.relative != "none" else None
 
     def forward(self, x: Tensor, valid: Tensor) -> list[Tensor]:
-        """Return the outputs that ``cross_wiring`` asks for, through the final norm if there is one, in order."""
+        """Return the outputs that ``cross_wiring`` needs, in order, through the final norm if there is one."""
         source = Source(
             valid=valid,
             embedded=x if self.query_norm is None else self.query_norm(x),
-            visible=Visible(seen(self.config, valid), self._relative(x)),
+            visible=Visible(allowed_keys(self.config, valid), self._relative(x)),
         )
         outputs = []
         for layer in self.layers:

@@ -1,4 +1,4 @@
-"""What every layer is made of: residual connections with their norm, and the feed-forward network."""
+"""What layers consist of: residual connections with their norm, self-attention projections, feed-forward networks."""
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -36,9 +36,19 @@ class Residual(nn.Module):
         return self.norm(x) if self.pre else x
 
     def leave(self, x: Tensor, y: Tensor | None) -> Tensor:
-        """Return x with the sub-layer's output y added; None is a sub-layer that was not executed."""
+        """Return x plus the sub-layer's output y; None means that the sub-layer did not run."""
         total = x if y is None else x + self.dropout(y)
         return total if self.pre else self.norm(total)
+
+
+class SelfAttention(nn.Module):
+    """The projections of a self-attention: packed queries, keys and values, and the output."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
 
 
 class FeedForward(nn.Module):

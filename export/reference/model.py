@@ -19,11 +19,11 @@ from fatdeploy.spec import ModelSpec, StateSpec, TensorSpec, cache_specs, memory
 
 @dataclass(frozen=True)
 class Decoded:
-    """What the decoder made of one call, before it is turned into scores of the vocabulary."""
+    """The decoder's result of one call, before the scores of the vocabulary are computed."""
 
-    hidden: Tensor  # [R, t, M], what the output matrix multiplies
-    weights: dict[int, Tensor]  # [R, H, t, S] of cross-attentions by layer, those wanted and executed
-    copy_gate: Tensor | None  # [R, t, 1], how much is generated rather than copied; None without copy
+    hidden: Tensor  # [R, t, M], the input of the output matrix
+    weights: dict[int, Tensor]  # [R, H, t, S] by layer, of wanted cross-attentions that ran
+    copy_gate: Tensor | None  # [R, t, 1], how much is generated rather than copied; None without copying
 
 
 def spec_from_config(config: ModelConfig) -> ModelSpec:
@@ -101,7 +101,7 @@ class ReferenceModel(nn.Module):
         return self.config.decoder_layers - 1
 
     def encode(self, source: Tensor, source_mask: Tensor) -> SourceMemory:
-        """Return all that the decoder needs of source [B, S]; the mask is True at real tokens, padding on the right."""
+        """Return all that the decoder needs from a right-padded source [B, S]; the mask is True for real tokens."""
         if not torch.compiler.is_exporting():
             self.spec.check_source(source.cpu().numpy(), source_mask.cpu().numpy())
         at = torch.arange(source.shape[1], device=source.device)
@@ -111,14 +111,14 @@ class ReferenceModel(nn.Module):
         return SourceMemory(source, source_mask, keys, values, self._length_logits(encoded[-1], source_mask))
 
     def start(self, memory: SourceMemory, capacity: int | None = None) -> DecoderState:
-        """Return empty caches for ``capacity`` positions (``max_target`` unless said), or zero recurrent state."""
+        """Return empty caches for ``capacity`` positions (default: ``max_target``), or zero recurrent state."""
         capacity = self.config.max_target if capacity is None else capacity
         if not 1 <= capacity <= self.config.max_target:
             raise ConfigError(f"capacity must lie in 1…{self.config.max_target} (max_target), found {capacity}")
         return self.decoder.start(len(memory.valid), capacity)
 
     def step(self, tokens: Tensor, state: DecoderState, memory: SourceMemory) -> tuple[Tensor, DecoderState]:
-        """Return logits [R, t, V] of the next tokens and the state after ``tokens`` [R, t]; caches move in place."""
+        """Return logits [R, t, V] of the next tokens and the state after ``tokens`` [R, t]; caches change in place."""
         decoded, state = self.decode(tokens, state, memory)
         return self.logits(decoded, memory), state
 
@@ -135,9 +135,9 @@ class ReferenceModel(nn.Module):
     def decode(
         self, tokens: Tensor, state: DecoderState, memory: SourceMemory, weights_of: int | None = None
     ) -> tuple[Decoded, DecoderState]:
-        """Return what the decoder makes of ``tokens`` [R, t], without the vocabulary's scores, and the next state.
+        """Return the decoder's result for ``tokens`` [R, t], without the vocabulary's scores, and the next state.
 
-        Cross weights are those of layer ``weights_of`` and, with the copy mechanism, of the last.
+        It has the cross weights of layer ``weights_of`` and, with the copy mechanism, of the last layer.
         """
         if not torch.compiler.is_exporting():
             self._check_step(tokens, state, memory)
@@ -172,12 +172,12 @@ class ReferenceModel(nn.Module):
     def _gate(self, tokens: Tensor, memory: SourceMemory) -> Tensor | None:
         """Return 1 for tokens that carry source information, else 0, as [R, t, 1].
 
-        They are BOS, frequent ones, and those of the row's source; padding never is.
+        These are BOS, frequent tokens, and tokens of the row's source, but never padding.
         """
         if not self.config.hybrid:
             return None
         ids = torch.arange(self.config.vocab_size, device=tokens.device)
-        # Of the weights alone: 1 for what always carries it; for padding so little that its source does not open it.
+        # Depends on weights only: 1 for tokens that always carry it; for padding so little that no source opens it.
         always = (self.keep | (ids == self.config.bos_id)).to(self.output.weight.dtype)
         always = always - 2 * (ids == self.config.pad_id)
         carried = functional.embedding(tokens, always[:, None])
@@ -200,5 +200,5 @@ class ReferenceModel(nn.Module):
 
 
 def kept(ranks: Tensor, config: ModelConfig) -> Tensor:
-    """Return which tokens keep their source information by frequency alone: rank < τ·V."""
+    """Return which tokens are frequent enough to keep their source information: rank < τ·V."""
     return ranks < config.hybrid_threshold * config.vocab_size

@@ -1,4 +1,4 @@
-"""Where a token stands: position vectors, the Positional MLP, and relative scores."""
+"""Positions of tokens: position vectors, the Positional MLP, and relative scores."""
 
 import math
 
@@ -19,7 +19,7 @@ def sinusoidal_table(length: int, width: int) -> Tensor:
 
 
 class Positions(nn.Module):
-    """Adds to embedded tokens all that depends on their position alone."""
+    """Adds to embedded tokens everything that depends only on their position."""
 
     table: Tensor | None
 
@@ -28,7 +28,7 @@ class Positions(nn.Module):
         if config.positions == "learned":
             self.table = nn.Parameter(torch.zeros(length, config.width))
         else:
-            # Computed, never saved: the formula is the truth.
+            # Computed from the formula, never saved.
             fixed = sinusoidal_table(length, config.width) if config.positions == "sinusoidal" else None
             self.register_buffer("table", fixed, persistent=False)
         self.reach = config.positional_mlp
@@ -37,13 +37,13 @@ class Positions(nn.Module):
             self.out = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor, at: Tensor) -> Tensor:
-        """Return x [R, L, M] with what belongs to the positions ``at`` [L] added."""
+        """Return x [R, L, M] plus the vectors of the positions ``at`` [L]."""
         if self.table is None:
             return x
         if self.reach and seams().folds:
             everywhere = torch.arange(self.table.shape[0], device=at.device)
             return x + (self.table + self._correlated(self.table, everywhere)).index_select(0, at)
-        x = x + self.table.index_select(0, at)  # a plain gather in a graph, unlike an index in brackets
+        x = x + self.table.index_select(0, at)  # a plain Gather in a graph, unlike indexing with brackets
         return x + self._correlated(self.table, at) if self.reach else x
 
     def _correlated(self, table: Tensor, at: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class Positions(nn.Module):
 
 
 class RelativeScores(nn.Module):
-    """A term of self-attention scores that depends on the distance between query i and key j: [H, I, J]."""
+    """A term of self-attention scores that depends on the distance of query i and key j: [H, I, J]."""
 
     def __init__(self, config: ModelConfig, length: int) -> None:
         super().__init__()

@@ -28,15 +28,15 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 def preset_names() -> list[str]:
-    """Return every name that ``config_from_preset`` takes, such as ``fat-small``."""
+    """Return every name that ``config_from_preset`` accepts, such as ``fat-small``."""
     return [f"{preset}-{size}" for preset in PRESETS for size in SIZES]
 
 
 def config_from_preset(name: str, **changes: Any) -> ModelConfig:
-    """Return the configuration of a preset, with single values changed where a caller says so."""
+    """Return the configuration of a preset, with ``changes`` to single values."""
     preset, _, size = name.rpartition("-")
     if preset not in PRESETS or size not in SIZES:
-        raise ConfigError(f"no preset {name!r}; there are {', '.join(preset_names())}. See: fatdeploy presets")
+        raise ConfigError(f"no preset {name!r}; available: {', '.join(preset_names())}. See: fatdeploy presets")
     sizes = dict(SIZES[size])
     layers, maximum = sizes.pop("layers"), sizes.pop("maximum")
     values = {

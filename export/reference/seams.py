@@ -1,7 +1,7 @@
-"""The seams of the reference: the few places where a target has its own way to say what PyTorch says in tensor code.
+"""The seams of the reference: the few places where a target computes in its own way what PyTorch does in tensor code.
 
-The reference calls ``seams()``. In PyTorch that is ``Seams`` itself; an exporter puts a dialect in its place while it
-traces, so that every graph comes from the same model code and nothing is pattern-matched afterwards.
+The reference calls ``seams()``. In PyTorch this is ``Seams`` itself; an exporter replaces it with a dialect while it
+traces, so that every graph comes from the same model code and no patterns have to be matched afterwards.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,27 +21,27 @@ from fatdeploy.export.reference.attention import (
     split_heads,
 )
 
-# A number when decoding, a tensor without axes in a graph.
+# A number in PyTorch, a tensor without axes in a graph.
 Position = int | Tensor
 Outputs = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Added:
-    """Scores of a target and a source position, added to those of queries and keys."""
+    """Scores of pairs of target and source positions, added to the scores of queries and keys."""
 
     table: Tensor  # [max_target, max_source]
-    at: Tensor  # [t] positions of a call
+    at: Tensor  # [t], the positions of a call
 
 
 class Seams:
     """What the seams do in PyTorch."""
 
-    # Whether what depends on weights alone is computed from them, for an optimiser to do once, instead of from inputs.
+    # Whether to compute separately what depends only on weights, so that an optimiser does it once.
     folds = False
 
     def n_keys(self, position: Position, steps: int, capacity: int) -> int:  # noqa: ARG002
-        """Return how many target positions a call's queries are compared with: all that are written after it."""
+        """Return how many target positions the queries of a call are compared with: all that are written after it."""
         return int(position) + steps
 
     def slow_scores(self, queries: Tensor, keys: Tensor, longest: int) -> Tensor:  # noqa: ARG002
@@ -49,7 +49,7 @@ class Seams:
         return slow_scores(queries.transpose(1, 2), keys.transpose(1, 2))
 
     def weights(self, visible: Visible, scores: Tensor) -> Tensor:
-        """Return the weights of scores [B, H, I, J] over the keys that are visible."""
+        """Return the weights of scores [B, H, I, J] over the visible keys."""
         return visible.weights(scores)
 
     def attend(self, qkv: Tensor, scores: Scores, visible: Visible, dropout: nn.Dropout) -> Tensor:
@@ -60,7 +60,7 @@ class Seams:
     def attend_cached(
         self, qkv: Tensor, scores: Scores, visible: Visible, state: LayerState, position: Position
     ) -> tuple[Tensor, LayerState]:
-        """Write this call's keys and values into their caches, in place, and attend to all that is written so far."""
+        """Write the keys and values of this call into their caches, in place, and attend to all written positions."""
         q, k, v = (split_heads(part, scores.heads) for part in qkv.chunk(3, -1))
         start, end = int(position), int(position) + k.shape[2]
         for cache, new in zip(state, (k, v), strict=True):
@@ -86,12 +86,12 @@ class Seams:
     ) -> Tensor | None:
         """Return attention [R, t, M] to the source's keys and values [B, H, S, D] if the target has one op for it.
 
-        None if it is to be spelled out.
+        None if it has not, and single ops are needed.
         """
         return None
 
     def in_source(self, tokens: Tensor, source: Tensor, valid: Tensor, like: Tensor) -> Tensor:
-        """Return 1 for tokens [R, t] that are among their source's real ids, else 0, in the shape of ``like``."""
+        """Return 1 for tokens [R, t] that occur in their source, padding aside, else 0, in the shape of ``like``."""
         equal = self.by_source(tokens, source)[..., None] == source[:, None, None, :]  # [B, n, t, S]
         return (equal & valid[:, None, None, :]).any(-1).to(like.dtype).reshape(like.shape)
 
@@ -100,7 +100,7 @@ class Seams:
         return x.view(len(batch), -1, *x.shape[1:])
 
     def by_row(self, x: Tensor, like: Tensor) -> Tensor:
-        """Return x in the shape of ``like``: the way back from ``by_source``."""
+        """Return x in the shape of ``like``: the inverse of ``by_source``."""
         return x.reshape(like.shape)
 
     def weights_by_row(self, weights: Tensor, rows: Tensor, valid: Tensor) -> Tensor:  # noqa: ARG002
@@ -108,7 +108,7 @@ class Seams:
         return weights.transpose(1, 2).flatten(0, 1)
 
     def unless(self, idle: Tensor, act: Callable[[], Outputs], blank: Callable[[], Outputs]) -> Outputs | None:  # noqa: ARG002
-        """Return what ``act`` gives; if ``idle`` is true it is not executed, and None or ``blank`` takes its place."""
+        """Return what ``act`` returns; if ``idle`` is true it does not run, and None or ``blank`` replaces it."""
         return None if bool(idle) else act()
 
     def project(self, hidden: Tensor, matrix: Tensor) -> Tensor:
@@ -121,18 +121,18 @@ class Seams:
         return probability.scatter_add(-1, ids[:, None, :].expand_as(weights), weights)
 
 
-# Not a ContextVar: torch traces the branches of a condition in a way that cannot read one.
+# Not a ContextVar: torch cannot read one while it traces the branches of a condition.
 _current = Seams()
 
 
 def seams() -> Seams:
-    """Return the seams in force."""
+    """Return the current seams."""
     return _current
 
 
 @contextmanager
 def speaking(dialect: Seams) -> Iterator[None]:
-    """Put a dialect in the place of PyTorch's own seams, for the whole process, while a graph is traced."""
+    """Replace PyTorch's seams with a dialect, for the whole process, while a graph is traced."""
     global _current  # noqa: PLW0603
     before, _current = _current, dialect
     try:

@@ -1,4 +1,4 @@
-"""The presets as a table: what they are made of and how many parameters they have, counted on the models themselves."""
+"""The presets as a table: what they consist of, and their parameters, counted on the models themselves."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -45,14 +45,14 @@ class Summary:
             str(config.encoder_attention),
             config.decoder_attention,
             config.cross_attention,
-            self._also(),
+            self._remarks(),
         )
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything, for JSON."""
         return dataclasses.asdict(self)
 
-    def _also(self) -> str:
+    def _remarks(self) -> str:
         config = self.config
         remarks = {
             f"{config.norm}-norm": True,
@@ -67,7 +67,7 @@ class Summary:
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Return how many numbers a model learns; tied matrices count once. No weight is allocated."""
+    """Return the number of learned parameters; tied matrices count once. No memory is allocated for weights."""
     with torch.device("meta"):
         model = ReferenceModel(config)
     return sum(parameter.numel() for parameter in model.parameters())

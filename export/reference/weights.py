@@ -1,4 +1,4 @@
-"""Seeded random weights that are lively: plain ones repeat one token for ever, and parity on them proves nothing."""
+"""Seeded random weights with lively outputs: plain ones repeat one token for ever, and parity would prove nothing."""
 
 import math
 import zlib
@@ -11,16 +11,16 @@ from fatdeploy.export.reference.config import ModelConfig
 from fatdeploy.export.reference.model import MlpHead, ReferenceModel
 from fatdeploy.export.reference.presets import config_from_preset
 
-# Standard deviation of every weight, times √M. Alone it leaves the tiny presets and every `fat` dull (measured: 7 to 23
-# different outputs of 32), so three things are added: cross-attention sharp and strong enough that the source is heard,
-# gains of both signs in the last norm so that the token read last does not win for ever, and the hidden state centred,
-# because a part of it that all positions share chooses the same token everywhere.
+# Standard deviation of every weight, times √M. On its own it leaves the tiny presets and every `fat` dull (measured: 7
+# to 23 different outputs of 32), so there is more: cross-attention sharp and strong enough that the source matters,
+# gains of both signs in the last norm so that the last input token does not win for ever, and a centred hidden state,
+# because a component that all positions share would choose the same token everywhere.
 SPREAD = 0.57
-CROSS_SHARPNESS, CROSS_STRENGTH = 4.0, 1.5  # of queries and of keys; of values and of the output
-# `fast_fc` has smaller weights, and too sharp scores amplify the noise of fp32: with 4.0 the logits of fat-base in
-# PyTorch were up to twice their bound away from those in float64, with 2.0 a tenth of it.
+CROSS_SHARPNESS, CROSS_STRENGTH = 4.0, 1.5  # of queries and keys; of values and output
+# `fast_fc` has smaller weights, and scores that are too sharp amplify the noise of fp32: with 4.0 the logits of
+# fat-base differed in PyTorch from those in float64 by up to twice their bound, with 2.0 by a tenth of it.
 FAST_FC_SHARPNESS, FAST_FC_STRENGTH = 2.0, 2.0
-CENTRE_GRID = 1 / 16  # coarse, so that the rounding of another processor's sums does not become another model
+CENTRE_GRID = 1 / 16  # coarse, so that sums that round differently on another processor give the same model
 
 
 def model_from_preset(name: str, seed: int = 0) -> ReferenceModel:
@@ -29,8 +29,8 @@ def model_from_preset(name: str, seed: int = 0) -> ReferenceModel:
 
 
 def random_model(config: ModelConfig, seed: int = 0) -> ReferenceModel:
-    """Return a model with seeded lively weights; a tensor's draw depends on the seed and its name alone."""
-    with torch.random.fork_rng(devices=[]):  # torch's own initialisation must not move a caller's random state
+    """Return a model with seeded lively weights; each tensor depends only on the seed and its name."""
+    with torch.random.fork_rng(devices=[]):  # torch's own initialisation must not change the caller's random state
         model = ReferenceModel(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -60,7 +60,7 @@ def _strengthen_cross_attention(model: ReferenceModel) -> None:
 
 
 def _centre(model: ReferenceModel, generator: torch.Generator) -> None:
-    """Take from the hidden state, and from the length head, their average over random sources and targets."""
+    """Subtract from the hidden state and the length head their mean over random sources and targets."""
     config = model.config
     source, target = (
         torch.randint(0, config.vocab_size, (32, min(length, longest)), generator=generator)
@@ -81,7 +81,7 @@ def _on_grid(values: Tensor) -> Tensor:
 
 
 def _generator(seed: int, name: str) -> torch.Generator:
-    # torch's generator reads 32 bits of its seed, so both have to go into these.
+    # torch's generator uses 32 bits of its seed, so seed and name must be hashed into these.
     return torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
 
 
@@ -93,7 +93,7 @@ def last_norm(model: ReferenceModel) -> nn.LayerNorm:
 
 
 def drawn_projection(features: FeatureMap, generator: torch.Generator) -> Tensor:
-    """Return W [H, m, D]: normal, and for a performer with orthogonal rows of the same lengths as normal ones."""
+    """Return W [H, m, D]: normal; for a performer, with orthogonal rows that have the lengths of normal ones."""
     drawn = torch.randn(features.projection.shape, generator=generator)
     if features.kind != "performer":
         return drawn

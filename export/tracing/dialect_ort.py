@@ -54,7 +54,7 @@ class OrtSeams(GraphSeams):
     def attend_recurrent(
         self, qkv: Tensor, features: FeatureMap, heads: int, state: LayerState
     ) -> tuple[Tensor, LayerState]:
-        if not features.of_each_number or not state:
+        if not features.elementwise or not state:
             return super().attend_recurrent(qkv, features, heads, state)
         rows, steps, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
         qk, v = torch.split(qkv, [2 * width, width], -1)

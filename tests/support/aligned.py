@@ -1,4 +1,4 @@
-"""Bundles that give alignments, and the reference that says the same."""
+"""Bundles that return alignments, and the reference to compare them with."""
 
 from functools import cache
 
@@ -12,7 +12,7 @@ from tests.support.bundles import TARGETS, shared_bundle
 from tests.support.choices import tiny
 
 SIZES = {"max_source": 12, "max_target": 16}
-# The last layer's weights are for copying, those of the first for who aligns.
+# The weights of the last layer are for copying, those of the first for alignments.
 HYBRID = {"copy": True, "hybrid": True}
 
 
@@ -24,7 +24,7 @@ def model_with(attention: str) -> ReferenceModel:
 
 
 def aligned(attention: str, dialect: Dialect, layer: int) -> tuple[OrtEngine, EagerEngine]:
-    """Return a bundle with a layer's alignments, and the reference that says the same."""
+    """Return the engine of a bundle with a layer's alignments, and the reference."""
     exportable = exportable_model(model_with(attention), Choices(attention_layer=layer))
     bundle = shared_bundle(
         f"aligned-{attention}-{dialect}-{layer}",

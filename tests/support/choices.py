@@ -1,4 +1,4 @@
-"""Every legal value of every choice, as changes to a tiny preset; and which combinations are legal, written apart."""
+"""Every legal value of every choice, as changes to a tiny preset; and an independent list of legal combinations."""
 
 from typing import Any
 
@@ -81,7 +81,7 @@ REST: list[dict[str, Any]] = [
     {"pad_id": 5, "bos_id": 0, "eos_id": 9},
 ]
 
-# What makes the preset ``fast`` a plain transformer.
+# Turns the preset ``fast`` into a plain transformer.
 PLAIN: dict[str, Any] = {"positions": "sinusoidal", "relative": "none", "positional_mlp": 0}
 
 CHOICES = [*ENCODER, *DECODER, *REST]
@@ -112,7 +112,7 @@ def drawn_batch(config: ModelConfig, lengths: list[int], targets: int, seed: int
 
 
 def legal(values: dict[str, Any]) -> bool:
-    """Return whether model.md allows these choices together: its table, line by line, not the code under test."""
+    """Return whether these choices are legal together: the table line by line, not the code under test."""
     encoder, decoder, features = values["encoder_attention"], values["decoder_attention"], values["features"]
     directed = {"scaled_dot", "dot", "additive", "slow", "local", "strided", "global_tokens", "synthesizer"}
     relative = directed - {"synthesizer"}

@@ -1,4 +1,4 @@
-"""Tiny lively models of ``transformers``: behind our Engine protocol, and through their own ``generate``."""
+"""Tiny lively models of ``transformers``, behind our Engine protocol and through their own ``generate``."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -61,18 +61,18 @@ def _t5() -> PreTrainedModel:
 
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {"marian": _marian, "bart": _bart, "t5": _t5}
-# Of the first few seeds those under which targets end at the most different lengths.
+# Of the first few seeds, those whose targets end at the most different lengths.
 SEEDS = {"marian": 2, "bart": 4, "t5": 3}
 
 
 @cache
 def lively_model(family: str, eos_bias: float) -> PreTrainedModel:
-    """Return a model whose tokens depend on the source and on what was said; the bias decides how soon targets end.
+    """Return a model whose tokens depend on the source and on earlier tokens; the bias decides how soon targets end.
 
-    It computes in float64: the logits of a batch and of a row alone round to the same float32, so that what remains to
-    differ is the search. Its ``generate`` does nothing that it is not told to.
+    It computes in float64: the logits of a batch and of a row alone round to the same float32, so that only the search
+    can differ. Its ``generate`` has no options set.
     """
-    # transformers draws its first weights from torch's own generator, which other tests use as well.
+    # transformers draws its initial weights from torch's global generator, which other tests use as well.
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(SEEDS[family])
         model = FAMILIES[family]().double().eval()
@@ -88,7 +88,7 @@ def lively_model(family: str, eos_bias: float) -> PreTrainedModel:
 
 
 def _head(embedding: Tensor, eos_bias: float) -> nn.Linear:
-    """Return an output layer without favourites, neither one token for all nor the one that was just said."""
+    """Return an output layer that prefers neither one token everywhere nor the token just read."""
     head = nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64)
     rows = nn.functional.normalize(torch.randn_like(embedding)) - 0.7 * nn.functional.normalize(embedding)
     head.weight.copy_(1.6 * nn.functional.normalize(rows))
@@ -99,7 +99,7 @@ def _head(embedding: Tensor, eos_bias: float) -> nn.Linear:
 
 @dataclass
 class HuggingFaceState:
-    """What the encoder said a source, and all tokens so far a row."""
+    """The encoder's output per source, and all tokens so far per row."""
 
     memory: Tensor  # [B, S, M]
     mask: Tensor  # [B, S]
@@ -108,7 +108,7 @@ class HuggingFaceState:
 
 
 class HuggingFaceEngine:
-    """Runs a model of ``transformers`` over the whole target at each step: slow, and without a cache to be wrong."""
+    """Runs a model of ``transformers`` over the whole target at each step: slow, but no cache can be wrong."""
 
     def __init__(self, model: PreTrainedModel, top_k: int = 8) -> None:
         self.model = model
@@ -138,23 +138,23 @@ class HuggingFaceEngine:
             raise SpecMismatch(f"step refused: {len(tokens)} rows of tokens, the state has {len(state.tokens)}")
         self.wanted.append(want)
         state.tokens = torch.cat([state.tokens, torch.from_numpy(tokens)], 1)
-        rows_a_source = len(state.tokens) // len(state.memory)
-        said = self.model(
-            encoder_outputs=BaseModelOutput(state.memory.repeat_interleave(rows_a_source, 0)),
-            attention_mask=state.mask.repeat_interleave(rows_a_source, 0),
+        rows_per_source = len(state.tokens) // len(state.memory)
+        output = self.model(
+            encoder_outputs=BaseModelOutput(state.memory.repeat_interleave(rows_per_source, 0)),
+            attention_mask=state.mask.repeat_interleave(rows_per_source, 0),
             decoder_input_ids=state.tokens,
             use_cache=False,
         )
-        logits = said.logits[:, -tokens.shape[1] :].float()
+        logits = output.logits[:, -tokens.shape[1] :].float()
         if want is Want.LOGITS:
             return StepOut(logits=logits.numpy())
         top = logits.log_softmax(-1).topk(self.spec.top_k)
         return StepOut(top_log_probs=top.values.numpy(), top_ids=top.indices.numpy())
 
     def reorder(self, state: HuggingFaceState, rows: Rows) -> None:
-        kept, rows_a_source = sources_of_rows(rows, len(state.tokens) // len(state.memory))
-        if rows_a_source > state.capacity.rows_per_source:
-            raise SpecMismatch(f"reorder refused: {rows_a_source} rows a source, capacity {state.capacity}")
+        kept, rows_per_source = sources_of_rows(rows, len(state.tokens) // len(state.memory))
+        if rows_per_source > state.capacity.rows_per_source:
+            raise SpecMismatch(f"reorder refused: {rows_per_source} rows per source, capacity {state.capacity}")
         state.memory, state.mask, state.tokens = state.memory[kept], state.mask[kept], state.tokens[rows]
 
     def length_log_probs(self, state: HuggingFaceState) -> Floats:
@@ -167,12 +167,12 @@ class HuggingFaceEngine:
         """Nothing is kept for the next state."""
 
     def close(self) -> None:
-        """Nothing is held beyond the model itself."""
+        """There is nothing to close."""
 
 
 @dataclass(frozen=True)
 class Generated:
-    """One sequence of ``generate``: its tokens without the start and EOS, and what was said about them."""
+    """One sequence of ``generate``: its tokens without the start and EOS, and their scores."""
 
     tokens: tuple[int, ...]
     finish: str
@@ -183,7 +183,7 @@ class Generated:
 def generated(
     model: PreTrainedModel, sources: Sequence[Sequence[int]], options: DecodeOptions
 ) -> list[list[Generated]]:
-    """Return what ``generate`` says to all sources in one batch, the sequences of each best first."""
+    """Return the sequences of ``generate`` for all sources in one batch, the best of each source first."""
     lengths = np.array([len(source) for source in sources])
     mask = torch.from_numpy(np.arange(lengths.max()) < lengths[:, None])
     ids = torch.full(mask.shape, PAD)
@@ -193,30 +193,32 @@ def generated(
         ids,
         attention_mask=mask.long(),
         decoder_input_ids=prompt,
-        logits_processor=[_in_torch(one) for one in options.processors],
+        logits_processor=[_in_torch(processor) for processor in options.processors],
         return_dict_in_generate=True,
         output_scores=True,
         **_arguments(options),
     )
-    ways = out.beam_indices if options.num_beams > 1 else None
-    # Of beams the scores are log-probabilities already, changed by processors; greedy tells logits.
-    log_probs = model.compute_transition_scores(out.sequences, out.scores, ways, normalize_logits=ways is None).numpy()
-    found = []
+    paths = out.beam_indices if options.num_beams > 1 else None
+    # Scores of beams are log-probabilities already, changed by processors; greedy search returns logits.
+    log_probs = model.compute_transition_scores(
+        out.sequences, out.scores, paths, normalize_logits=paths is None
+    ).numpy()
+    sequences = []
     for row, new in enumerate(out.sequences[:, prompt.shape[1] :].tolist()):
-        length = (*new[:-1], EOS).index(EOS) + 1 if ways is None else int((ways[row] >= 0).sum())
+        length = (*new[:-1], EOS).index(EOS) + 1 if paths is None else int((paths[row] >= 0).sum())
         ended = EOS in new[:length]
         kept = length - ended
-        score = log_probs[row, :length].sum() if ways is None else out.sequences_scores[row]
+        score = log_probs[row, :length].sum() if paths is None else out.sequences_scores[row]
         tokens = (*options.prefix_ids, *new[:kept])
-        found.append(
+        sequences.append(
             Generated(tokens, "eos" if ended else "length", float(score), tuple(log_probs[row, :kept].tolist()))
         )
-    each = options.num_return_sequences
-    return [found[start : start + each] for start in range(0, len(found), each)]
+    per_source = options.num_return_sequences
+    return [sequences[start : start + per_source] for start in range(0, len(sequences), per_source)]
 
 
 def _arguments(options: DecodeOptions) -> dict[str, object]:
-    """Return our options by their names for ``generate``, only those that say something."""
+    """Return our options under their names in ``generate``, without those that have no effect."""
     arguments: dict[str, object] = {"max_new_tokens": options.max_new_tokens, "do_sample": False}
     if options.num_beams > 1:
         names = ("num_beams", "length_penalty", "early_stopping", "num_return_sequences")

@@ -295,7 +295,7 @@ def test_two_trainings_do_not_write_to_one_folder(pairs: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("more", "code", "told"),
     [
-        (["--set", "widht=64"], 1, r"configuration refused: widht: unknown; known are vocab_size, width, .*"),
+        (["--set", "widht=64"], 1, r"configuration refused: widht: unknown; .* vocab_size, width, .*"),
         (
             ["--set", "width=wide", "--set", "norm=3"],
             1,
@@ -303,7 +303,7 @@ def test_two_trainings_do_not_write_to_one_folder(pairs: Path, tmp_path: Path) -
         ),
         (["--set", "width"], 2, r"Invalid value for '--set': 'width' is not name=value"),
         (["--set", "vocab_size=9"], 1, r"configuration refused: vocab_size: follows from the tokenizer"),
-        (["--preset", "fat-huge"], 1, r"no preset 'fat-huge'; there are .* See: fatdeploy presets"),
+        (["--preset", "fat-huge"], 1, r"no preset 'fat-huge'; .* See: fatdeploy presets"),
         (["--epochs", "0", "--clip", "-1"], 1, r"training refused: epochs: must lie in 1…, found 0; clip: must lie .*"),
         (["--save-seconds", "inf"], 1, r"training refused: save_seconds: must lie in 0…, found inf"),
         (["--epochs", "many"], 2, r"Invalid value for '--epochs': 'many' is not a valid integer\."),

@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved comes back, anything damaged is one clear error, and nothing is ever unpickled."""
+"""Checkpoints: they load as saved, damage is one clear error, and nothing is ever unpickled."""
 
 import os
 import pickle
@@ -32,7 +32,7 @@ def changed(folder: Path, change: dict) -> None:
 
 @pytest.mark.parametrize("changes", [*CHOICES, {"decoding": "parallel", "decoder_attention": "full"}], ids=name_of)
 @torch.inference_mode()
-def test_a_saved_model_comes_back_with_the_same_numbers(changes: dict, tmp_path: Path) -> None:
+def test_a_saved_model_loads_with_the_same_numbers(changes: dict, tmp_path: Path) -> None:
     model = tiny(changes)
     save_checkpoint(model, tmp_path / "model")
     loaded = load_checkpoint(tmp_path / "model")
@@ -41,7 +41,7 @@ def test_a_saved_model_comes_back_with_the_same_numbers(changes: dict, tmp_path:
     assert torch.equal(loaded(source, mask, target), model(source, mask, target))
 
 
-def test_a_checkpoint_holds_its_three_files_and_tied_weights_once(tmp_path: Path) -> None:
+def test_a_checkpoint_has_three_files_and_tied_weights_once(tmp_path: Path) -> None:
     (tmp_path / "words.json").write_text("{}")
     model = tiny({})
     save_checkpoint(model, tmp_path / "model", tokenizer=tmp_path / "words.json")
@@ -80,7 +80,7 @@ def test_missing_extra_misshaped_and_wrong_tensors_are_listed_together(folder: P
         "extra surplus [2]",
         "decoder.norm.weight has shape [3], expected [32]",
         "keep is torch.float32, expected torch.bool",
-        "encoder.norm.bias holds NaN or infinity",
+        "encoder.norm.bias contains NaN or infinity",
     ):
         assert reason in str(caught.value)
 
@@ -88,7 +88,7 @@ def test_missing_extra_misshaped_and_wrong_tensors_are_listed_together(folder: P
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_weight_that_is_not_a_number_is_refused(folder: Path, value: float) -> None:
     changed(folder, {"decoder.norm.bias": torch.full((32,), value)})
-    with pytest.raises(CheckpointError, match=r"decoder\.norm\.bias holds NaN or infinity"):
+    with pytest.raises(CheckpointError, match=r"decoder\.norm\.bias contains NaN or infinity"):
         load_checkpoint(folder)
 
 
@@ -110,13 +110,13 @@ def test_a_configuration_that_is_refused_is_named_with_its_file(folder: Path) ->
         load_checkpoint(folder)
 
 
-def test_a_pickle_in_the_place_of_weights_is_refused_and_not_run(folder: Path) -> None:
+def test_a_pickle_in_place_of_weights_is_refused_and_not_run(folder: Path) -> None:
     class Trap:
         def __reduce__(self) -> tuple:
             return os.mkdir, (str(folder / "sprung"),)
 
     (folder / "model.safetensors").write_bytes(pickle.dumps(Trap()))
-    with pytest.raises(CheckpointError, match="is the file whole"):
+    with pytest.raises(CheckpointError, match="is the file complete"):
         load_checkpoint(folder)
     assert not (folder / "sprung").exists()
 
@@ -139,14 +139,14 @@ def test_a_truncated_or_altered_file_is_an_error_or_finite_weights_and_never_a_c
     except CheckpointError:
         pass
     else:
-        # A flipped bit may be a legal file: then it is another model of finite numbers, and a shorter file never is.
+        # A file with a flipped bit may be legal, a model of other finite numbers; a shorter file never is.
         assert len(damaged) == len(whole) or path.name == "config.json"
         assert all(parameter.isfinite().all() for parameter in loaded.parameters())
     finally:
         path.write_bytes(whole)
 
 
-def test_an_existing_folder_is_replaced_only_by_force(folder: Path) -> None:
+def test_an_existing_folder_is_replaced_only_with_force(folder: Path) -> None:
     before = load_checkpoint(folder).state_dict()
     with pytest.raises(ConfigError, match=r"exists; choose another folder or pass --force"):
         save_checkpoint(tiny({}), folder)

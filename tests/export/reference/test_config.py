@@ -1,4 +1,4 @@
-"""Configurations: round trip, every refusal with its reason, all reasons at once; presets as the table says."""
+"""Configurations: round trip, every refusal with its reason, all reasons at once; presets as in the table."""
 
 import dataclasses
 import json
@@ -24,12 +24,12 @@ SIZES = {
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_json_gives_back_every_preset(name: str) -> None:
+def test_json_restores_every_preset(name: str) -> None:
     config = config_from_preset(name)
     assert ModelConfig.from_json(config.to_json()) == config
 
 
-def test_json_gives_back_a_mix_of_heads_as_a_tuple() -> None:
+def test_json_restores_a_mix_of_heads_as_a_tuple() -> None:
     config = ModelConfig(**SIZES, encoder_attention=("local", "strided"))
     assert ModelConfig.from_json(config.to_json()).encoder_attention == ("local", "strided")
 
@@ -70,12 +70,12 @@ def test_json_gives_back_a_mix_of_heads_as_a_tuple() -> None:
         ({"hybrid": True, "decoding": "parallel", "decoder_attention": "full"}, "hybrid: decides by the input token"),
     ],
 )
-def test_a_value_that_cannot_be_had_is_refused_with_its_reason(changes: dict[str, Any], reason: str) -> None:
+def test_an_illegal_value_is_refused_with_its_reason(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         ModelConfig(**{**SIZES, **changes})
 
 
-def test_all_reasons_are_said_at_once() -> None:
+def test_all_reasons_are_listed_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         ModelConfig(**{**SIZES, "heads": 3, "eos_id": 99, "decoder_attention": "linear", "relative": "table"})
     assert str(caught.value).count(";") == 2
@@ -90,7 +90,7 @@ def test_all_reasons_are_said_at_once() -> None:
         (json.dumps({key: value for key, value in SIZES.items() if key != "width"}), "width: missing"),
     ],
 )
-def test_a_file_that_is_no_configuration_is_refused(text: str, reason: str) -> None:
+def test_a_file_that_is_not_a_configuration_is_refused(text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         ModelConfig.from_json(text)
 
@@ -100,17 +100,19 @@ def test_a_configuration_cannot_be_changed() -> None:
         config_from_preset("fat-tiny").width = 64  # type: ignore[misc]
 
 
-def test_an_unknown_preset_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"no preset 'fat-huge'; there are transformer-tiny, .*fatdeploy presets"):
+def test_an_unknown_preset_is_refused_with_the_available_ones() -> None:
+    with pytest.raises(ConfigError, match=r"no preset 'fat-huge'; .* transformer-tiny, .*fatdeploy presets"):
         config_from_preset("fat-huge")
 
 
-def test_a_preset_with_names_that_no_configuration_has_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"refused: widht: unknown; colour: unknown; known are vocab_size, width, "):
+def test_a_preset_with_unknown_names_is_refused_with_the_valid_ones() -> None:
+    with pytest.raises(
+        ConfigError, match=r"refused: widht: unknown; colour: unknown; valid names are vocab_size, width, "
+    ):
         config_from_preset("fat-tiny", widht=64, colour=1)
 
 
-def test_a_preset_takes_a_list_where_a_tuple_belongs() -> None:
+def test_a_preset_accepts_a_list_in_place_of_a_tuple() -> None:
     config = config_from_preset("fast-tiny", encoder_attention=["local", "strided"])
     assert config.encoder_attention == ("local", "strided")
 

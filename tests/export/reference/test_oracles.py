@@ -1,4 +1,4 @@
-"""Every attention of the reference models against its formula, on padded batches, with loops that know no padding."""
+"""Every attention of the reference models against its formula: padded batches against loops without padding."""
 
 import math
 from typing import Any
@@ -83,7 +83,7 @@ def test_the_smallest_denominator_of_random_features(where: str, monkeypatch: py
     model = double_model(features="random", random_features=2, **{f"{where}_attention": "linear"})
     for name, buffer in model.named_buffers():
         if name.endswith("projection"):
-            buffer *= 4  # turns that are large enough to give negative kernels
+            buffer *= 4  # angles that are large enough for negative kernels
     check_whole(model)
     assert min(denominators) < 1e-3 < max(denominators)
 
@@ -91,7 +91,7 @@ def test_the_smallest_denominator_of_random_features(where: str, monkeypatch: py
 def test_rows_of_a_performer_are_orthogonal_within_a_width() -> None:
     model = double_model(encoder_attention="linear", features="performer", random_features=17)
     for head in model.encoder.layers[0].attention.features.projection:
-        for block in head.split(12):  # D rows can be orthogonal to one another, the rest begins anew
+        for block in head.split(12):  # at most D rows can be orthogonal, then a new block begins
             products = block @ block.T
             assert products.diag().min() > 1e-3
             assert (products - products.diag().diag()).abs().max() < 1e-5

@@ -128,7 +128,7 @@ def test_tokens_are_kept_by_rank_below_the_threshold() -> None:
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_the_hybrid_gate_reads_which_tokens_are_kept(norm: str) -> None:
     model = double_model("fat-tiny", norm=norm)
-    model.keep.copy_(torch.arange(40) % 3 == 0)  # pad, which is never kept, among them; BOS, which always is, not
+    model.keep.copy_(torch.arange(40) % 3 == 0)  # includes padding, which is never kept, but not BOS, which always is
     source, _, target = batch_of(model.config)
     oracle = Oracle(model, model.config)
     gates = [oracle.gate(source[row, :n].tolist(), target[row].tolist()) for row, n in enumerate(SOURCE_LENGTHS)]

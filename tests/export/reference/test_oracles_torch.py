@@ -1,4 +1,4 @@
-"""The classical parts of the reference models against torch.nn's own layers, and the whole of it against Marian's."""
+"""The classical parts of the reference models against torch.nn's layers, and the whole transformer against Marian."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ def double_model(**changes: Any) -> ReferenceModel:
 
 
 def called_with(module: nn.Module, run: Callable[[], object]) -> tuple[Tensor, Any]:
-    """Return the first argument and the result of the only call of a module while ``run`` runs."""
+    """Return the first argument and the result of a module's only call during ``run``."""
     calls: list[tuple[Tensor, Any]] = []
     hook = module.register_forward_hook(lambda _, arguments, result: calls.append((arguments[0], result)))
     run()
@@ -43,13 +43,13 @@ def called_with(module: nn.Module, run: Callable[[], object]) -> tuple[Tensor, A
 
 
 def load(module: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
-    """Give a torch.nn module all of its weights; a name that is missing or too many is an error."""
+    """Load all weights of a torch.nn module; a missing or additional name is an error."""
     module.double().load_state_dict(weights)
     return module.eval()
 
 
 def attention_weights(prefix: str, attention: nn.Module) -> dict[str, Tensor]:
-    """Return our self- or cross-attention's weights by the names of torch.nn.MultiheadAttention."""
+    """Return the weights of our self- or cross-attention under the names of torch.nn.MultiheadAttention."""
     fused = [attention.qkv] if hasattr(attention, "qkv") else [attention.q, attention.kv]
     return {
         f"{prefix}in_proj_weight": torch.cat([part.weight for part in fused]),
@@ -60,7 +60,7 @@ def attention_weights(prefix: str, attention: nn.Module) -> dict[str, Tensor]:
 
 
 def layer_weights(layer: nn.Module) -> dict[str, Tensor]:
-    """Return a layer's weights by the names of torch.nn.TransformerEncoderLayer or TransformerDecoderLayer."""
+    """Return a layer's weights under the names of torch.nn.TransformerEncoderLayer or TransformerDecoderLayer."""
     named = {"linear1": layer.ffn.into, "linear2": layer.ffn.out}
     weights = attention_weights("self_attn.", layer.attention)
     if hasattr(layer, "cross"):
@@ -76,7 +76,7 @@ def layer_weights(layer: nn.Module) -> dict[str, Tensor]:
 
 def torch_layer(kind: Any, layer: nn.Module, model: ReferenceModel) -> nn.Module:
     config = model.config
-    made = kind(
+    torch_module = kind(
         config.width,
         config.heads,
         config.ffn_width,
@@ -86,7 +86,7 @@ def torch_layer(kind: Any, layer: nn.Module, model: ReferenceModel) -> nn.Module
         batch_first=True,
         norm_first=config.norm == "pre",
     )
-    return load(made, layer_weights(layer))
+    return load(torch_module, layer_weights(layer))
 
 
 def embedded(model: ReferenceModel, tokens: Tensor) -> Tensor:
@@ -101,10 +101,10 @@ def test_scaled_dot_attention_is_multi_head_attention_of_torch() -> None:
     model = double_model()
     source, mask, _ = batch_of(model)
     for layer in model.encoder.layers:
-        x, found = called_with(layer.attention, lambda: model.encode(source, mask))
+        x, attended = called_with(layer.attention, lambda: model.encode(source, mask))
         theirs = load(nn.MultiheadAttention(32, 2, batch_first=True), attention_weights("", layer.attention))
         expected, _ = theirs(x, x, x, key_padding_mask=~mask)
-        torch.testing.assert_close(found[mask], expected[mask], rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(attended[mask], expected[mask], rtol=1e-9, atol=1e-10)
 
 
 @torch.no_grad()
@@ -114,10 +114,12 @@ def test_weights_of_cross_attention_are_those_of_torch() -> None:
     cross = model.decoder.layers[-1].cross
     encoded = model.encoder(embedded(model, source), mask)[-1]
     last, memory = model.config.decoder_layers - 1, model.encode(source, mask)
-    x, (found, weights) = called_with(cross, lambda: model.decode(target, model.stateless(), memory, weights_of=last))
+    x, (attended, weights) = called_with(
+        cross, lambda: model.decode(target, model.stateless(), memory, weights_of=last)
+    )
     theirs = load(nn.MultiheadAttention(32, 2, batch_first=True), attention_weights("", cross))
     expected, alphas = theirs(x, encoded, encoded, key_padding_mask=~mask, average_attn_weights=False)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(attended, expected, rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(weights, alphas, rtol=1e-9, atol=1e-10)
     assert not weights[(~mask)[:, None, None, :].expand_as(weights)].any()
 
@@ -129,10 +131,10 @@ def test_an_encoder_layer_is_that_of_torch(norm: str, activation: str) -> None:
     model = double_model(norm=norm, activation=activation)
     source, mask, _ = batch_of(model)
     for layer in model.encoder.layers:
-        x, found = called_with(layer, lambda: model.encode(source, mask))
+        x, output = called_with(layer, lambda: model.encode(source, mask))
         theirs = torch_layer(nn.TransformerEncoderLayer, layer, model)
         expected = theirs(x, src_key_padding_mask=~mask)
-        torch.testing.assert_close(found[mask], expected[mask], rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(output[mask], expected[mask], rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
@@ -157,8 +159,8 @@ def test_the_whole_model_is_layers_of_torch_between_tied_embeddings(norm: str, a
     torch.testing.assert_close(model(source, mask, target), expected, rtol=1e-9, atol=1e-9)
 
 
-# Marian of Transformers is a post-norm transformer with tied, scaled embeddings; its sinusoids alone are laid out
-# otherwise, so its position tables, which it keeps among its weights, are overwritten with ours.
+# Marian in transformers is a post-norm transformer with tied, scaled embeddings; only the layout of its sinusoids
+# differs, so its position tables, which are among its weights, are overwritten with ours.
 RENAMED = {
     "attention.out": "self_attn.out_proj",
     "cross.out": "encoder_attn.out_proj",
@@ -177,7 +179,7 @@ FUSED = {
 
 
 def marian_weights(model: ReferenceModel) -> dict[str, Tensor]:
-    """Return all weights of our transformer by Marian's names."""
+    """Return all weights of our transformer under Marian's names."""
     weights = {"final_logits_bias": torch.zeros(1, model.config.vocab_size)}
     for name, tensor in model.state_dict().items():
         if not name.startswith(("encoder.", "decoder.")):
@@ -196,7 +198,7 @@ def marian_weights(model: ReferenceModel) -> dict[str, Tensor]:
 
 
 def marian_of(model: ReferenceModel) -> nn.Module:
-    """Return Marian of the same sizes with the same weights."""
+    """Return a Marian model of the same sizes with the same weights."""
     from transformers import MarianConfig, MarianMTModel
 
     ours = model.config
@@ -227,7 +229,7 @@ def marian_of(model: ReferenceModel) -> nn.Module:
 
 @pytest.fixture(scope="module", params=["transformer-tiny", "transformer-small"])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[ReferenceModel, nn.Module]]:
-    """Yield a preset and its Marian, where any attempt to reach the network fails the test."""
+    """Yield a preset and its Marian; any attempt to reach the network fails the test."""
 
     def refuse(*call: object) -> None:
         raise AssertionError(f"network access: {call[1:]}")
@@ -239,19 +241,19 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[ReferenceModel, nn.Mo
 
 
 def logits_of(marian: nn.Module, source: Tensor, mask: Tensor, target: Tensor) -> Tensor:
-    """Return Marian's logits of a whole target (teacher forcing)."""
+    """Return Marian's logits for a whole target (teacher forcing)."""
     logits: Tensor = marian(input_ids=source, attention_mask=mask, decoder_input_ids=target, use_cache=False).logits
     return logits
 
 
 def bound_of(logits: Tensor) -> float:
-    """Return how far float32 logits may lie apart."""
+    """Return the largest allowed difference of float32 logits."""
     return 1e-5 * max(1.0, float(logits.abs().max()))
 
 
-def check_agreement(found: Tensor, expected: Tensor) -> None:
-    assert found.shape == expected.shape
-    assert (found - expected).abs().max() <= bound_of(expected)
+def check_agreement(logits: Tensor, expected: Tensor) -> None:
+    assert logits.shape == expected.shape
+    assert (logits - expected).abs().max() <= bound_of(expected)
 
 
 @torch.no_grad()
@@ -275,5 +277,5 @@ def test_greedy_steps_with_caches_are_marian_without_any(pair: tuple[ReferenceMo
     expected = logits_of(marian, source, mask.long(), tokens[:, :-1])
     check_agreement(torch.cat(scores, 1), expected)
     first, second = expected.topk(2).values.unbind(-1)
-    assert (first - second).min() >= 10 * bound_of(expected), "a tie: the next line would be chance"
+    assert (first - second).min() >= 10 * bound_of(expected), "a tie: the next line would pass or fail by chance"
     assert torch.equal(expected.argmax(-1), tokens[:, 1:])

@@ -1,4 +1,4 @@
-"""What holds for every model: cached = whole sequence, a batch = its rows, a prefix in one call = token by token."""
+"""What is true of every model: cached = whole sequence, a batch = its rows, a prefix in one call = token by token."""
 
 import pytest
 import torch
@@ -18,11 +18,11 @@ TARGETS = 9
 LENGTHS = [7, 1, 5]
 
 
-def assert_close(found: Tensor, expected: Tensor) -> None:
-    """Assert equality up to rounding: 1e-9 in float64, model.md's bound for logits in float32."""
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    """Assert equality up to rounding: 1e-9 in float64, the bound for logits in float32."""
     bound = 1e-9 if expected.dtype == torch.float64 else 1e-5 * max(1.0, float(expected.abs().max()))
     assert expected.isfinite().all()
-    assert float((found - expected).abs().max()) <= bound
+    assert float((actual - expected).abs().max()) <= bound
 
 
 def stepped(model: ReferenceModel, memory: SourceMemory, target: Tensor, sizes: list[int]) -> Tensor:
@@ -36,7 +36,7 @@ def stepped(model: ReferenceModel, memory: SourceMemory, target: Tensor, sizes: 
 
 @torch.inference_mode()
 def check_equalities(model: ReferenceModel) -> None:
-    """Assert everything of this file's first line on one random batch."""
+    """Assert everything in the first line of this file, on one random batch."""
     source, mask, target = drawn_batch(model.config, LENGTHS, TARGETS)
     whole = model(source, mask, target)
     memory = model.encode(source, mask)
@@ -61,7 +61,7 @@ def test_every_choice_is_the_same_whole_stepped_padded_or_alone(changes: dict, p
 
 @pytest.mark.parametrize("changes", CHOICES, ids=name_of)
 @torch.inference_mode()
-def test_every_choice_takes_sources_of_one_token_and_of_max_source(changes: dict) -> None:
+def test_every_choice_accepts_sources_of_one_token_and_of_max_source(changes: dict) -> None:
     model = tiny({**changes, "max_source": 40}).double()
     source, mask, target = drawn_batch(model.config, [40, 1], 3)
     both = model(source, mask, target)
@@ -120,7 +120,7 @@ def test_dropout_acts_in_training_and_not_in_inference() -> None:
 
 
 def any_values() -> st.SearchStrategy[dict]:
-    """Draw every choice independently: most combinations are illegal somewhere."""
+    """Draw every choice independently: most combinations are illegal."""
     mask = st.sampled_from(["local", "strided", "global_tokens"])
     attentions = "scaled_dot dot additive slow local strided global_tokens linformer compressed linear synthesizer"
     return st.fixed_dictionaries(
@@ -154,7 +154,7 @@ def config_of(values: dict) -> ModelConfig:
 
 @settings(max_examples=400)
 @given(any_values())
-def test_a_combination_is_refused_exactly_if_the_table_forbids_it(values: dict) -> None:
+def test_a_combination_is_refused_if_and_only_if_the_table_forbids_it(values: dict) -> None:
     if legal(values):
         assert ModelConfig.from_json(config_of(values).to_json()) == config_of(values)
     else:

@@ -15,8 +15,8 @@ from fatdeploy.export.reference.weights import random_model
 from tests.support.oracles.formulas import Trace
 from tests.support.oracles.models import Oracle
 
-# Heads of 12 features are a block of eight and a rest; maxima differ, so that one cannot stand for the other; a source
-# of 21 and a target of 19 go past the 16 of the relative table.
+# Heads of 12 features are a block of eight and a rest; the maxima differ, so that a mix-up shows; a source of 21 and a
+# target of 19 exceed the 16 of the relative table.
 SIZES: dict[str, Any] = {
     "vocab_size": 40,
     "width": 24,
@@ -41,7 +41,7 @@ def double_model(preset: str = "transformer-tiny", **changes: Any) -> ReferenceM
 
 
 def batch_of(config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Return source, mask and target; padding of the source holds ordinary tokens, which nothing may read."""
+    """Return source, mask and target; the padding of the source is ordinary tokens, which nothing may read."""
     generator = torch.Generator().manual_seed(11)
     source = torch.randint(3, config.vocab_size, (3, max(SOURCE_LENGTHS)), generator=generator)
     source[:, 1:4:2] = source[:, :1]  # a token that a source repeats
@@ -66,18 +66,18 @@ def oracle_traces(model: ReferenceModel, source: Tensor, target: Tensor) -> list
     return traces
 
 
-def check_close(found: Tensor, expected: Iterable[Any], what: str) -> None:
+def check_close(actual: Tensor, expected: Iterable[Any], what: str) -> None:
     numbers = np.array(list(expected))
     assert np.isfinite(numbers).all()
-    np.testing.assert_allclose(found.numpy(), numbers, rtol=1e-9, atol=1e-10, err_msg=what)
+    np.testing.assert_allclose(actual.numpy(), numbers, rtol=1e-9, atol=1e-10, err_msg=what)
 
 
 def recorded(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return a list that fills with what the modules give when they are called, the first of several results."""
-    found: list[Tensor] = []
+    """Return a list that collects what the modules return, the first of several results."""
+    results: list[Tensor] = []
     for module in modules:
-        module.register_forward_hook(lambda *call: found.append(call[2][0] if type(call[2]) is tuple else call[2]))
-    return found
+        module.register_forward_hook(lambda *call: results.append(call[2][0] if type(call[2]) is tuple else call[2]))
+    return results
 
 
 @torch.no_grad()
@@ -96,8 +96,8 @@ def check_whole(model: ReferenceModel) -> list[tuple[Trace, Trace]]:
             check_close(attended[layer][row, :n], expected, f"row {row}: encoder attention {layer}")
         check_close(encoded[0][-1][row, :n], below.outputs[-1], f"row {row}: encoder")
         for layer in range(model.config.decoder_layers):
-            for found, expected in zip((memory.keys, memory.values), oracle.memory_pairs(below, layer), strict=True):
-                pair = found[layer][row, :, :n].transpose(0, 1).flatten(1)
+            for tensors, expected in zip((memory.keys, memory.values), oracle.memory_pairs(below, layer), strict=True):
+                pair = tensors[layer][row, :, :n].transpose(0, 1).flatten(1)
                 check_close(pair, expected, f"row {row}: memory of layer {layer}")
             end = len(above.scores)
             check_close(self_attended[layer][row, :end], above.attended[layer], f"row {row}: self-attention {layer}")
@@ -108,7 +108,7 @@ def check_whole(model: ReferenceModel) -> list[tuple[Trace, Trace]]:
 
 @torch.no_grad()
 def check_steps(model: ReferenceModel) -> None:
-    """Compare the scores of a target given in calls of different lengths with the oracle's."""
+    """Compare the scores of a target, fed in calls of different lengths, with the oracle's."""
     source, mask, target = batch_of(model.config)
     memory = model.encode(source, mask)
     state, scores = model.start(memory), []
@@ -116,7 +116,7 @@ def check_steps(model: ReferenceModel) -> None:
     for start, end in zip([0, *ends], ends, strict=False):
         step, state = model.step(target[:, start:end], state, memory)
         scores.append(step)
-    found = torch.cat(scores, 1)
-    assert found.shape[1] == target.shape[1]
+    all_scores = torch.cat(scores, 1)
+    assert all_scores.shape[1] == target.shape[1]
     for row, (_, above) in enumerate(oracle_traces(model, source, target)):
-        check_close(found[row], above.scores, f"row {row}: steps")
+        check_close(all_scores[row], above.scores, f"row {row}: steps")

@@ -1,7 +1,7 @@
 """The formulas of the reference models as plain loops over one sentence without padding, from the description alone.
 
-A real position must not notice padding: what these say of a sentence, every padded batch with it must say too. Nothing
-here calls the code under test; only the names and layouts of its weights are shared. Letters: i a query, j a key,
+Padding must not change a real position: the result for a sentence must be the same in every padded batch. Nothing here
+calls the code under test; only the names and layouts of its weights are shared. Letters: i a query, j a key,
 t a target position, h a head, d a feature, M the width, D = M / H the width of a head.
 """
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fatdeploy.export.reference.config import ModelConfig
 
 Vector = NDArray[np.float64]  # [M]
-Rows = list[Vector]  # a position each
+Rows = list[Vector]  # one per position
 Floats = Sequence[float]  # one head's features, or one query's weights
 Relative = Callable[[int, int, int], float]  # of head, query, key
 
@@ -98,12 +98,12 @@ def sinusoid(position: int, width: int) -> Vector:
 def position_vector(w: Weights, config: ModelConfig, position: int) -> Vector:
     if config.positions == "learned":
         return w["table"][position]
-    # The model keeps its table in float32, also where the rest has been made float64.
+    # The model keeps its table in float32 even when the rest is float64.
     return sinusoid(position, config.width).astype(np.float32).astype(np.float64)
 
 
 def placed(w: Weights, config: ModelConfig, position: int, x: Vector) -> Vector:
-    """Return x with the position vector and what the Positional MLP makes of it."""
+    """Return x plus the position vector and the output of the Positional MLP."""
     if config.positions == "none":
         return x
     own = position_vector(w, config, position)
@@ -293,9 +293,9 @@ def recurrent_attention(w: Weights, config: ModelConfig, xs: Rows) -> Rows:
 
 @dataclass
 class Trace:
-    """What an oracle found on its way: a stack's self-attentions, its layers' outputs, and the decoder's rest."""
+    """Intermediate results of an oracle: self-attentions and outputs of a stack, and more for the decoder."""
 
-    attended: list[Rows] = field(default_factory=list)  # a layer
-    outputs: list[Rows] = field(default_factory=list)  # a layer; the encoder's through the final norm when pre
-    crossed: list[Rows] = field(default_factory=list)  # a layer, before the hybrid gate
-    scores: list[Vector] = field(default_factory=list)  # a target position, [V]
+    attended: list[Rows] = field(default_factory=list)  # per layer
+    outputs: list[Rows] = field(default_factory=list)  # per layer; in the encoder through the final norm if it is pre
+    crossed: list[Rows] = field(default_factory=list)  # per layer, before the hybrid gate
+    scores: list[Vector] = field(default_factory=list)  # per target position, [V]

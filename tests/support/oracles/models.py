@@ -1,4 +1,4 @@
-"""Whole models put together from the loops of ``formulas``: both stacks, cross-attention, gate, copy, heads."""
+"""Whole models, assembled from the loops in ``formulas``: both stacks, cross-attention, gate, copying, heads."""
 
 import math
 
@@ -36,17 +36,17 @@ class Oracle:
         self.weights = Weights({name: tensor.numpy(force=True) for name, tensor in model.state_dict().items()})
 
     def encode(self, source: list[int]) -> Trace:
-        """Return the encoder's trace; its outputs are what decoder layers may project their keys from."""
+        """Return the encoder's trace; decoder layers project their keys from its outputs."""
         w, trace = self.weights.below("encoder"), Trace()
         xs = [self._embedded("source", position, token) for position, token in enumerate(source)]
         embedded = [w.norm("query_norm", x) for x in xs] if "query_norm.weight" in w else xs
         assert ("query_norm.weight" in w) == (self.config.encoder_attention == "slow" and self.config.norm == "pre")
         for layer in range(self.config.encoder_layers):
-            here = w.below(f"layers.{layer}")
+            weights = w.below(f"layers.{layer}")
             attended = self._encoder_attention(
-                here.below("attention"), embedded, self._enter(here, "residual.norm", xs)
+                weights.below("attention"), embedded, self._enter(weights, "residual.norm", xs)
             )
-            xs = self._feed_forward(here, self._leave(here, "residual.norm", xs, attended))
+            xs = self._feed_forward(weights, self._leave(weights, "residual.norm", xs, attended))
             trace.attended.append(attended)
             trace.outputs.append(self._final(w, xs))
         return trace
@@ -57,13 +57,15 @@ class Oracle:
         xs = [self._embedded("target", t, token, gate[t]) for t, token in enumerate(tokens)]
         alphas: list[list[list[float]]] = []
         for layer in range(self.config.decoder_layers):
-            here, memory = w.below(f"layers.{layer}"), self.memory(encoded, layer)
-            attended = self._decoder_attention(here.below("attention"), self._enter(here, "self_residual.norm", xs))
-            xs = self._leave(here, "self_residual.norm", xs, attended)
-            inner = self._enter(here, "cross_residual.norm", xs)
-            crossed, alphas = self._cross_attention(here.below("cross"), memory, inner)
-            heard = [y if open_ else np.zeros_like(y) for y, open_ in zip(crossed, gate, strict=True)]
-            xs = self._feed_forward(here, self._leave(here, "cross_residual.norm", xs, heard))
+            weights, memory = w.below(f"layers.{layer}"), self.memory(encoded, layer)
+            attended = self._decoder_attention(
+                weights.below("attention"), self._enter(weights, "self_residual.norm", xs)
+            )
+            xs = self._leave(weights, "self_residual.norm", xs, attended)
+            inner = self._enter(weights, "cross_residual.norm", xs)
+            crossed, alphas = self._cross_attention(weights.below("cross"), memory, inner)
+            gated = [y if open_ else np.zeros_like(y) for y, open_ in zip(crossed, gate, strict=True)]
+            xs = self._feed_forward(weights, self._leave(weights, "cross_residual.norm", xs, gated))
             trace.attended.append(attended)
             trace.crossed.append(crossed)
         for t, h in enumerate(self._final(w, xs)):
