@@ -17,6 +17,7 @@ from fatdeploy.export.proof.known_tokens import KnownTokens
 from fatdeploy.machine import this_machine
 from fatdeploy.manifest import PROBES
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.engines.protocol import Capacity, Floats, Want
 from fatdeploy.runtimes.proof.lockstep import (
     NOISE,
@@ -41,7 +42,7 @@ def certified(
 ) -> Certificate:
     """Return the certificate of a bundle whose probes are written; a difference is ParityFailed and says its origin."""
     # Threads that spin while PyTorch computes would take its cores from it.
-    engine = OrtEngine(bundle, spinning=False)
+    engine = OrtEngine(bundle, OrtOptions(spinning=False))
     try:
         comparisons = _comparisons(engine, model, bundle, probes, (traced, graphs))
         parity = verified(engine, probes, [one.chosen for one in comparisons])

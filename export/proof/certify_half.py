@@ -18,6 +18,7 @@ from fatdeploy.export.proof.known_tokens import KnownTokens
 from fatdeploy.machine import this_machine
 from fatdeploy.manifest import PROBES
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.engines.protocol import Capacity, Engine, Floats, Want
 from fatdeploy.runtimes.proof.lockstep import Comparison, compared
 from fatdeploy.runtimes.proof.probes import Probe, row_alone
@@ -52,7 +53,7 @@ def certified_half(
     parity = _closed_parity(_emulation(model, bundle, graphs), model, probes, least)
     own = OwnGraphs(NOT_EXECUTED)
     if precision == "fp16":
-        own = OwnGraphs(OWN, _closed_parity(OrtEngine(bundle, spinning=False), model, probes, least))
+        own = OwnGraphs(OWN, _closed_parity(OrtEngine(bundle, OrtOptions(spinning=False)), model, probes, least))
     return Certificate(
         engine=f"onnxruntime CPU, {precision} emulated in float32",
         executed=ROUNDED.format(precision),
@@ -79,7 +80,7 @@ def _emulation(model: Exportable, bundle: Bundle, graphs: Mapping[str, Path]) ->
     folder.mkdir()
     write_graphs({part: rounded(graph, work / part) for part, graph in graphs.items()}, folder)
     manifest = replace(bundle.manifest, spec=model.spec, precision="fp32", output_matrix=None)
-    return OrtEngine(write_manifest(folder, manifest), spinning=False, optimised=False)
+    return OrtEngine(write_manifest(folder, manifest), OrtOptions(spinning=False, optimised=False))
 
 
 def half_parity(engine: Engine[Any], model: Exportable, probes: Sequence[Probe], least: float | None) -> HalfParity:

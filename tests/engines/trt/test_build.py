@@ -32,13 +32,14 @@ from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.doctor.cuda_driver import Cuda, CudaDevice, cuda_here
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.engines.output_matrix import stored_output_rows
 from fatdeploy.runtimes.engines.trt import modules as trt_modules
 from fatdeploy.runtimes.engines.trt.build import build as trt_build
 from fatdeploy.runtimes.engines.trt.build.build import BuildRequest, TimingCache, build_engines, planned
 from fatdeploy.runtimes.engines.trt.build.log import BuildLog
 from fatdeploy.runtimes.engines.trt.build.profiles import check_shapes, profiles_from_text, profiles_of, shapes_by_input
-from fatdeploy.runtimes.engines.trt.modules import heard, listening, logger_of, tensorrt_module
+from fatdeploy.runtimes.engines.trt.modules import forward, listening, logger_of, tensorrt_module
 from fatdeploy.targets import Flavour, Precision
 from tests.support.bundles import bundle_of, half_of, model_of
 
@@ -161,8 +162,8 @@ def test_a_bundle_of_engines_alone_keeps_what_the_device_reads(bundle: Callable[
 def test_a_bundle_with_engines_still_runs_on_the_cpu(fat: Path) -> None:
     after = built(fat, replace(RTX, capabilities=("8.6",)))
     options = DecodeOptions(max_new_tokens=8)
-    assert decode(OrtEngine(after, threads=1), [[5, 6, 7]], options) == decode(
-        OrtEngine(half_of("fat-tiny"), threads=1), [[5, 6, 7]], options
+    assert decode(OrtEngine(after, OrtOptions(threads=1)), [[5, 6, 7]], options) == decode(
+        OrtEngine(half_of("fat-tiny"), OrtOptions(threads=1)), [[5, 6, 7]], options
     )
 
 
@@ -211,13 +212,13 @@ def test_all_differences_from_the_contract_are_told_before_a_build(tmp_path: Pat
     )
     folder = copied(bundle, tmp_path / "copy", spec=replace(wrong, memory=bundle.spec.memory))
     before = contents(folder)
-    with pytest.raises(SpecMismatch, match=r"the graph of the decoder is not what the contract says: ") as failed:
+    with pytest.raises(SpecMismatch, match=r"the graph of the decoder does not fit the contract: ") as failed:
         built(folder)
     for reason in (
-        "it has no input source;",
+        "input source is missing;",
         "input past.keys.1 is not in the contract;",
-        "input past.keys.0: expected the shape ['rows', 2, 200, 16], found [-1, 2, 256, 16]",
-        "output logits: expected the shape ['rows', 'step', 65], found [-1, -1, 64]",
+        "past.keys.0 must be an input, bfloat16 [-1, 2, 200, 16], found an input, float32 [-1, 2, 256, 16]",
+        "logits must be an output, float32 [-1, -1, 65], found an output, float32 [-1, -1, 64]",
         "output present.values.1 is not in the contract",
         "Nothing was built: export the model again",
     ):
@@ -225,7 +226,8 @@ def test_all_differences_from_the_contract_are_told_before_a_build(tmp_path: Pat
     assert contents(folder) == before
     halved = copied(bundle, tmp_path / "halved", spec=bundle.spec.halved("float16"))
     with pytest.raises(
-        SpecMismatch, match=r"of the encoder .*output memory.keys.0: expected HALF, found FLOAT; output memory.values.0"
+        SpecMismatch,
+        match=r"of the encoder .*memory.keys.0 must be an output, float16 .*, found an output, float32",
     ):
         built(halved)
 
@@ -238,8 +240,8 @@ def test_axes_of_inputs_must_have_the_names_of_the_contract(tmp_path: Path) -> N
         model.graph.input[1].type.tensor_type.shape.dim[place].dim_param = name
     write_structure(model, folder / ENCODER)
     write_manifest(folder, bundle.manifest)
-    said = re.escape("input source_mask: expected axes named ['batch', 'source'], found ['sources', 'length']")
-    with pytest.raises(SpecMismatch, match=said):
+    message = re.escape("axes of input source_mask must be named ['batch', 'source'], found ['sources', 'length']")
+    with pytest.raises(SpecMismatch, match=message):
         built(folder)
 
 
@@ -429,11 +431,11 @@ def test_warnings_go_to_the_log_and_everything_to_the_file(tmp_path: Path, caplo
     with (tmp_path / "log").open("w") as file:
         build_log = BuildLog(file, "tensorrt-rtx", tmp_path / "a folder")
         with listening(build_log.hear):
-            heard(logging.DEBUG, f"Reading '{tmp_path / 'a folder'}/weights.bin' and /usr/lib/x/libnv.so.1")
-            heard(logging.WARNING, "ModelImporter.cpp:1071: Make sure input tokens has Int64 binding.")
-            heard(logging.WARNING, "layer decoder.layers.0/add is odd")
-            heard(logging.ERROR, "out of\nmemory")
-        heard(logging.WARNING, "later")
+            forward(logging.DEBUG, f"Reading '{tmp_path / 'a folder'}/weights.bin' and /usr/lib/x/libnv.so.1")
+            forward(logging.WARNING, "ModelImporter.cpp:1071: Make sure input tokens has Int64 binding.")
+            forward(logging.WARNING, "layer decoder.layers.0/add is odd")
+            forward(logging.ERROR, "out of\nmemory")
+        forward(logging.WARNING, "later")
     assert [record.message for record in caplog.records] == [
         "tensorrt-rtx: layer decoder.layers.0/add is odd",
         "tensorrt-rtx: out of\nmemory",
