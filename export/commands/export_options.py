@@ -12,7 +12,7 @@ from fatdeploy.export.pipeline import Origin
 from fatdeploy.export.quantize.gate import Bar
 from fatdeploy.export.quantize.quantizer import QuantizeRequest
 from fatdeploy.export.quantize.rewrite_ort import MatrixPrecision
-from fatdeploy.runtimes.commands.build import asked_engines, refuse_engine_options
+from fatdeploy.runtimes.commands.build import build_request, refuse_engine_options
 from fatdeploy.runtimes.engines.trt.build.build import finish_bundle, planned
 from fatdeploy.spec import ModelSpec
 from fatdeploy.targets import TARGETS, FloatPrecision, Target, either, engine_targets
@@ -79,7 +79,7 @@ def engines_of(
         refuse_engine_options(chosen, "no engines are built with --no-build (give it to fatdeploy build)")
         return partial(finish_bundle, target=flavour, plan=None, stage=stage)
     try:
-        plan = planned(asked_engines(flavour, chosen), spec)
+        plan = planned(build_request(flavour, chosen), spec)
     except BackendUnavailable as error:
         raise BackendUnavailable(
             f"{error}. To write the graphs alone, and build their engines on the device, pass --no-build"

@@ -17,7 +17,7 @@ from fatdeploy.runtimes.bench.table import device_line, report_lines
 from fatdeploy.runtimes.bench.timing import stopwatch_of
 from fatdeploy.runtimes.bench.turn import measure_turn, opened_for
 from fatdeploy.runtimes.doctor.cuda_driver import Cuda, CudaDevice
-from fatdeploy.runtimes.doctor.gpu_clocks import ASKED, Gpus, gpus_here, records_from_csv
+from fatdeploy.runtimes.doctor.gpu_clocks import FIELDS, Gpus, gpus_here, records_from_csv
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.proof.fidelity import Fidelity
 from fatdeploy.targets import Target
@@ -167,9 +167,9 @@ def test_the_driver_s_tool_is_asked_and_what_a_gpu_does_not_tell_is_none(tmp_pat
     found = gpus_here(cuda, script(tmp_path, told))
     assert (found.name, found.cuda, found.absent) == ("Orin", "12.6", None)
     assert found.clocks is not None
-    assert [list(one) for one in found.clocks] == [[*ASKED]]
+    assert [list(one) for one in found.clocks] == [[*FIELDS]]
     assert found.clocks[0] == {
-        **dict.fromkeys(ASKED),
+        **dict.fromkeys(FIELDS),
         "name": "Orin",
         "uuid": "GPU-2",
         "driver": "540.4.0",
