@@ -205,11 +205,6 @@ class ModelSpec:
         state = tuple(_with_dtype(tensor, "float32") for tensor in self.state)
         return replace(self, memory=memory, state=state)
 
-    def ordinary_ids(self) -> list[int]:
-        """Return the ids that stand for themselves: all but padding, BOS and EOS."""
-        special = {self.pad_id, self.bos_id, self.eos_id}
-        return [token for token in range(self.vocab_size) if token not in special]
-
     def ordinary_ids(self) -> Tokens:
         """Return the ids of all tokens but padding, BOS and EOS, in ascending order."""
         return np.setdiff1d(np.arange(self.vocab_size), [self.pad_id, self.bos_id, self.eos_id])

@@ -17,8 +17,8 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from benchmarks.harness.measuring import RESULTS, provenance
-from fatdeploy.runtimes.engines.ort.buffers import move_rows
 from fatdeploy.runtimes.engines.protocol import Floats
+from fatdeploy.runtimes.engines.row_moves import move_rows
 from fatdeploy.spec import cache_specs
 
 OUT = RESULTS / "beam_rows.json"

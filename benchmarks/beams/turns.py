@@ -25,6 +25,7 @@ from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.loop import Decoding
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.spec import Tokens
 
 BeamPart = Literal["beams", "memory", "shortlist"]
@@ -99,7 +100,7 @@ def _checked(decoder: BeamDecoder, expected: Expected, target: int, count: int) 
 
 
 def _fatdeploy_decoder(turn: BeamTurn, sizes: BeamSizes, expected: Expected) -> BeamDecoder:
-    engine = OrtEngine(read_bundle(Cache(Path(sizes.cache), turn.preset).bundle), threads=turn.threads)
+    engine = OrtEngine(read_bundle(Cache(Path(sizes.cache), turn.preset).bundle), OrtOptions(threads=turn.threads))
     allowed = _shortlist(turn, engine.spec.vocab_size, expected) if turn.shortlist else None
     options = DecodeOptions(num_beams=turn.beams, shortlist=allowed)
     sources = list(expected.source)
@@ -154,7 +155,7 @@ def memory(turn: BeamTurn, sizes: BeamSizes) -> dict[str, Any]:
     importlib.import_module("onnxruntime")
     imported = resident_bytes()
     bundle = read_bundle(Cache(Path(sizes.cache), turn.preset).bundle)
-    engine = Watched(OrtEngine(bundle, threads=turn.threads))
+    engine = Watched(OrtEngine(bundle, OrtOptions(threads=turn.threads)))
     loaded = resident_bytes()
     options = DecodeOptions(max_new_tokens=sizes.target, num_beams=turn.beams)
     with Decoding(engine, list(expected.source), options) as decoding:
@@ -181,7 +182,7 @@ def _held_bytes(engine: Watched) -> dict[str, int]:
     [state] = engine.held
     return {
         "memory": sum(state.sources[one.name].nbytes for one in engine.spec.memory),
-        "state": sum(array.nbytes for arrays in state.buffers for array in arrays),
+        "state": sum(array.nbytes for arrays in state.arrays for array in arrays),
     }
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from benchmarks.harness.measuring import Phases, timed_decode
 from fatdeploy.bundle import read_bundle
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.engines.protocol import Capacity, State, Stepper, Want
 from fatdeploy.runtimes.proof.probes import Probe
 from fatdeploy.spec import Mask, Tokens
@@ -80,7 +81,7 @@ class Translating:
 
 def bundle_decoder(folder: Path, probe: Probe, threads: int) -> Decoder:
     """Load a bundle, its hashes checked."""
-    return Stepping(OrtEngine(read_bundle(folder), threads=threads), probe)
+    return Stepping(OrtEngine(read_bundle(folder), OrtOptions(threads=threads)), probe)
 
 
 def plain_decoder(folder: Path, probe: Probe, threads: int) -> Decoder:

@@ -22,6 +22,7 @@ from benchmarks.harness.measuring import provenance, timed_decode
 from fatdeploy.bundle import Bundle, read_bundle
 from fatdeploy.manifest import DECODER
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.spec import ModelSpec
 from fatdeploy.tables import aligned
 
@@ -61,7 +62,7 @@ def recorded(bundle: Bundle, *, batch: int, threads: int, source: int, steps: in
     spec = bundle.spec
     ids = np.random.default_rng(0).integers(0, spec.vocab_size, (batch, min(source, spec.max_source)))
     with tempfile.TemporaryDirectory() as folder:
-        engine = OrtEngine(bundle, threads=threads, profile=Path(folder))
+        engine = OrtEngine(bundle, OrtOptions(threads=threads, profile=Path(folder)))
         timed_decode(engine, ids, np.ones_like(ids, bool), steps)
         engine.close()
         [record] = Path(folder).glob(f"{DECODER}*.json")

@@ -32,6 +32,7 @@ from benchmarks.harness.memory_alone import resident_bytes
 from fatdeploy.bundle import read_bundle
 from fatdeploy.manifest import WEIGHTS
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.proof.probes import Probe, read_probes
 from fatdeploy.spec import Tokens
 
@@ -155,7 +156,7 @@ def loaded_decoder(setting: Setting, folder: Path | None, probe: Probe) -> Decod
 def positions(turn: Turn, sizes: Sizes) -> list[Phases]:
     """Return seconds of single steps around an early and a late position, with their neighbours."""
     cache = Cache(Path(sizes.cache), turn.preset)
-    engine = OrtEngine(read_bundle(cache.bundle), threads=turn.threads)
+    engine = OrtEngine(read_bundle(cache.bundle), OrtOptions(threads=turn.threads))
     with np.load(cache.forced(turn.batch, sizes.source, sizes.forced_steps)) as file:
         source, read, tokens = file["source"], file["read"], file["tokens"]
     runs = [_step_times(engine, source, read, tokens) for _ in range(1 + sizes.repetitions)][1:]

@@ -21,6 +21,7 @@ from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.engines.ort.buffers import MOST_WAITING
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.model import Model
 from fatdeploy.spec import ModelSpec
 
@@ -167,7 +168,7 @@ class Memory:
 def loaded(bundle: Bundle, sizes: Sizes) -> dict[str, Any]:
     """Return what became of a model under load, and which conditions it met."""
     # One thread a decode, and none that spins: there are more decodes than cores.
-    engine = Watched(OrtEngine(bundle, threads=1, spinning=False))
+    engine = Watched(OrtEngine(bundle, OrtOptions(threads=1, spinning=False)))
     requests = drawn_requests(bundle.spec, sizes)
     with Model(bundle, engine) as model:
         expected = [answered(model, patient(request)) for request in requests]

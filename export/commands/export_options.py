@@ -8,7 +8,7 @@ from fatdeploy.export.models.exportable import Choices
 from fatdeploy.export.quantize.gate import Bar
 from fatdeploy.export.quantize.quantizer import QuantizeRequest
 from fatdeploy.export.quantize.rewrite_ort import MatrixPrecision
-from fatdeploy.runtimes.commands.build import asked_engines, refuse_engine_options
+from fatdeploy.runtimes.commands.build import build_request, refuse_engine_options
 from fatdeploy.runtimes.engines.trt.build.build import BuildRequest
 from fatdeploy.targets import TARGETS, FloatPrecision, Target, either, engine_targets
 
@@ -62,7 +62,7 @@ def engines_of(target: Target, chosen: Mapping[str, Any]) -> BuildRequest | bool
     if not chosen["build"]:
         refuse_engine_options(chosen, "no engines are built with --no-build (give it to fatdeploy build)")
         return False
-    return asked_engines(flavour, chosen)
+    return build_request(flavour, chosen)
 
 
 def precisions_from_text(texts: tuple[str, ...]) -> dict[str, MatrixPrecision]:

@@ -21,6 +21,7 @@ from fatdeploy.export.quantize.quantizer import Integers, QuantizeRequest
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.model import Model
 from fatdeploy.runtimes.proof.verify import GateCheck, verified_quantized
 from fatdeploy.targets import DEFAULT_TARGET
@@ -103,7 +104,7 @@ def _letters_of(words: Sequence[str]) -> list[str]:
 
 def _compared(bundle: Bundle) -> tuple[Parity | HalfParity, GateCheck]:
     """Return the parity of a bundle's graphs in fp32, and how close its integers are to the reference here."""
-    engine = OrtEngine(bundle, threads=1, spinning=False)
+    engine = OrtEngine(bundle, OrtOptions(threads=1, spinning=False))
     try:
         return read_certificate(bundle).parity, verified_quantized(bundle, engine)
     finally:

@@ -2,28 +2,26 @@
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from fatdeploy.errors import SpecMismatch
 from fatdeploy.export.models.exportable import Memory, Tensors, exportable_model
-from fatdeploy.runtimes.engines.checks import check_ids, check_want, sources_of_rows
+from fatdeploy.runtimes.engines.checks import check_ids, check_length_head, check_step, check_want, checked_move
 from fatdeploy.runtimes.engines.protocol import Capacity, Floats, Ids, Rows, StepOut, Want
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 
 @dataclass
 class EagerState:
-    """Memory a source and decoder state a row."""
+    """Encoder memory per source and decoder state per row."""
 
     memory: Memory
     tensors: Tensors
     rows: int
-    capacity: int
+    capacity: Capacity
     position: int = 0
 
     def n_bytes(self) -> int:
-        """Return the size of the decoder state, memory of the source apart."""
+        """Return the size of the decoder state, without the encoder memory."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
@@ -41,27 +39,25 @@ class EagerEngine:
 
     @torch.inference_mode()
     def encode(self, source: Tokens, mask: Mask, capacity: Capacity) -> EagerState:
-        """Read the source and return a state with one row a source."""
+        """Read the source and return a state with one row per source."""
         self.spec.check_source(source, mask)
         inputs = torch.from_numpy(source), torch.from_numpy(mask)
         memory = Memory(*inputs, self.exportable.encoded(*inputs))
-        positions = capacity.target_positions
-        return EagerState(memory, self.exportable.started(memory, positions), len(source), positions)
+        state = self.exportable.started(memory, capacity.target_positions)
+        return EagerState(memory, state, len(source), capacity)
 
     @torch.inference_mode()
     def step(self, tokens: Tokens, state: EagerState, want: Want) -> StepOut:
         """Feed tokens [R, t]; logits are computed only if they are wanted."""
         check_want(self.spec, want)
-        self.spec.check_tokens(tokens, state.position, state.capacity)
-        if len(tokens) != state.rows:
-            raise SpecMismatch(f"step refused: {len(tokens)} rows of tokens, the state has {state.rows}")
-        fed = torch.from_numpy(tokens)
-        called, state.tensors = self.exportable.called(fed, state.position, state.tensors, state.memory)
+        check_step(self.spec, tokens, state.rows, state.position, state.capacity.target_positions)
+        inputs = torch.from_numpy(tokens)
+        output, state.tensors = self.exportable.called(inputs, state.position, state.tensors, state.memory)
         state.position += tokens.shape[1]
-        hidden, attention = (None if one is None else one.numpy() for one in (called.hidden, called.attention))
+        hidden, attention = (None if tensor is None else tensor.numpy() for tensor in (output.hidden, output.attention))
         if want is Want.HIDDEN:
             return StepOut(hidden, attention=attention)
-        logits = self.exportable.logits(called, state.memory)
+        logits = self.exportable.logits(output, state.memory)
         if want is Want.LOGITS:
             return StepOut(hidden, logits=logits.numpy(), attention=attention)
         top = logits.log_softmax(-1).topk(min(self.spec.top_k, logits.shape[-1]))
@@ -70,11 +66,9 @@ class EagerEngine:
     @torch.inference_mode()
     def reorder(self, state: EagerState, rows: Rows) -> None:
         """Make new row i continue old row rows[i]; sources without rows leave."""
-        if rows.size and not (rows.min() >= 0 and rows.max() < state.rows):
-            raise SpecMismatch(f"reorder refused: the state has rows 0…{state.rows - 1}, found {rows.tolist()}")
         memory = state.memory
-        sources, _ = sources_of_rows(rows, state.rows // len(memory.mask))
-        if not np.array_equal(sources, np.arange(len(memory.mask))):
+        sources, _ = checked_move(rows, state.rows, len(memory.mask), state.capacity)
+        if sources.tolist() != list(range(len(memory.mask))):
             kept = torch.from_numpy(sources)
             tensors = tuple(tensor[kept] for tensor in memory.tensors)
             state.memory = Memory(memory.source[kept], memory.mask[kept], tensors)
@@ -85,8 +79,7 @@ class EagerEngine:
     @torch.inference_mode()
     def length_log_probs(self, state: EagerState) -> Floats:
         """Return log-probabilities [B, max_target] of the target lengths from 1 up."""
-        if not self.spec.length_log_probs:
-            raise SpecMismatch("this model has no length head: its targets end with EOS")
+        check_length_head(self.spec)
         log_probs: Floats = state.memory.tensors[-1].numpy()
         return log_probs
 
@@ -101,7 +94,7 @@ class EagerEngine:
         return rows
 
     def release(self, state: EagerState) -> None:
-        """Nothing is kept for the next state."""
+        """Do nothing: the garbage collector frees the state."""
 
     def close(self) -> None:
-        """Nothing is held beyond the model itself."""
+        """Do nothing: the engine owns nothing but the model."""

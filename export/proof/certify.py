@@ -13,6 +13,7 @@ from fatdeploy.export.proof.known_tokens import KnownTokens
 from fatdeploy.machine import this_machine
 from fatdeploy.manifest import PROBES
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.proof.lockstep import (
     Comparison,
     compared,
@@ -26,7 +27,7 @@ def certified(
 ) -> Certificate:
     """Return the certificate of a bundle whose probes are written; a difference is ParityFailed and says its origin."""
     # Threads that spin while PyTorch computes would take its cores from it.
-    with closing(OrtEngine(bundle, spinning=False)) as engine:
+    with closing(OrtEngine(bundle, OrtOptions(spinning=False))) as engine:
         comparisons = _comparisons(engine, model, bundle, probes, (traced, graphs))
         parity = verified(engine, probes, [comparison.chosen for comparison in comparisons])
     return Certificate(

@@ -20,6 +20,7 @@ from fatdeploy.export.proof.known_tokens import KnownTokens
 from fatdeploy.machine import this_machine
 from fatdeploy.manifest import DECODER, ENCODER, PROBES
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.engines.protocol import Engine, Floats
 from fatdeploy.runtimes.proof.forced import decoder_inputs, forced_logits
 from fatdeploy.runtimes.proof.lockstep import Comparison, compared
@@ -54,7 +55,7 @@ def certified_half(model: Exportable, bundle: Bundle, probes: list[Probe], *, tr
         parity = half_parity(emulation, model, probes, least)
     own = OwnGraphs(NOT_EXECUTED)
     if precision == "fp16":
-        with closing(OrtEngine(bundle, spinning=False)) as engine:
+        with closing(OrtEngine(bundle, OrtOptions(spinning=False))) as engine:
             own = OwnGraphs(OWN, half_parity(engine, model, probes, least))
     return Certificate(
         engine=f"onnxruntime CPU, {precision} emulated in float32",
@@ -76,7 +77,9 @@ def emulated_engine(bundle: Bundle) -> Iterator[OrtEngine]:
         emulation.mkdir()
         write_graphs({part: rounded(bundle.file(part), work / part) for part in (ENCODER, DECODER)}, emulation)
         manifest = replace(bundle.manifest, spec=bundle.spec.widened(), precision="fp32", output_matrix=None)
-        with closing(OrtEngine(write_manifest(emulation, manifest), spinning=False, optimised=False)) as engine:
+        with closing(
+            OrtEngine(write_manifest(emulation, manifest), OrtOptions(spinning=False, optimised=False))
+        ) as engine:
             yield engine
 
 

@@ -22,7 +22,8 @@ from fatdeploy.export.package import write_graphs
 from fatdeploy.export.tracing.scaled_queries import scaled_queries
 from fatdeploy.manifest import DECODER, ENCODER, WEIGHTS
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
-from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
+from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module, opened_session
 from fatdeploy.runtimes.engines.protocol import Capacity, Want
 from fatdeploy.runtimes.proof.forced import call_count, first_tokens, step_logits
 from fatdeploy.runtimes.proof.lockstep import NOISE, Comparison, compared
@@ -79,7 +80,7 @@ def _engine_stage(folder: Path, bundle: Bundle) -> Stage:
 
 
 def _compared(stage: Stage, model: Exportable, probe: Probe) -> Comparison:
-    with closing(OrtEngine(stage.bundle, optimised=stage.optimised)) as engine:
+    with closing(OrtEngine(stage.bundle, OrtOptions(optimised=stage.optimised))) as engine:
         return compared(engine, EagerEngine(model), probe.source, probe.mask, probe.tokens.shape[1])
 
 
@@ -150,17 +151,8 @@ def _values(stage: Stage, part: str, feeds: Arrays, names: list[str] | None = No
     # Beside the weights, which it refers to.
     path = stage.bundle.path / f"looked-at-{part}"
     write_structure(model, path)
-    session = _session(path, optimised=stage.optimised)
+    session = opened_session(onnxruntime_module(), path, optimised=stage.optimised)
     return dict(zip(names, session.run(names, feeds), strict=True))
-
-
-def _session(path: Path, *, optimised: bool) -> Any:
-    ort = onnxruntime_module()
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    if not optimised:
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
 def _calls(model: Exportable, bundle: Bundle, probe: Probe, last_step: int) -> Iterator[tuple[str, Arrays, Arrays]]:

@@ -16,7 +16,7 @@ from fatdeploy.export.quantize.integers import Floats
 from fatdeploy.export.quantize.matrices import products_of, tensor_from_array
 from fatdeploy.manifest import DECODER, ENCODER
 from fatdeploy.runtimes.decoding.sources import padded
-from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
+from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module, opened_session
 from fatdeploy.runtimes.engines.protocol import Want
 from fatdeploy.spec import ModelSpec, TensorSpec, Tokens
 
@@ -138,12 +138,10 @@ class _Exposed:
         self._given = [name for name in names if name in inputs]
         self._outputs = exposed(model.graph, [name for name in names if name not in inputs])
         ort = onnxruntime_module()
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
         # Beside the weights, which it refers to.
         with NamedTemporaryFile(dir=path.parent, suffix=path.suffix) as looked_at:
             write_structure(model, Path(looked_at.name))
-            self._session = ort.InferenceSession(looked_at.name, options, providers=["CPUExecutionProvider"])
+            self._session = opened_session(ort, Path(looked_at.name))
 
     def values(self, feeds: Arrays) -> Arrays:
         """Return the values that were asked for; empty ones of branches that were not taken."""

@@ -24,6 +24,7 @@ from fatdeploy.export.quantize.rewrite_qdq import RangeMethod, symmetric_range, 
 from fatdeploy.export.quantize.saturation_probe import WEIGHT_BITS, check_cpu, write_saturation_probe
 from fatdeploy.manifest import DECODER, EMBEDDING, SATURATION, WEIGHTS_ALONE, Manifest, OutputMatrix, Quantization
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.proof.cpu_checks import cpu_check
 from fatdeploy.runtimes.proof.gate import check_rows, row_kind
 from fatdeploy.runtimes.text.tokenizer import Tokenizer
@@ -207,7 +208,7 @@ class Quantizer:
 
     def _tried(self, folder: Path, precisions: Mapping[str, MatrixPrecision]) -> Judged:
         quantization = self._write(folder, precisions)
-        engine = OrtEngine(_as_bundle(folder, self.manifest, quantization), spinning=False)
+        engine = OrtEngine(_as_bundle(folder, self.manifest, quantization), OrtOptions(spinning=False))
         try:
             apart = check_rows(engine, self.gate.material, row_kind(self.asked.precision, quantization))
             return Judged(self.gate.judged(engine), quantization, (), apart)
@@ -298,7 +299,7 @@ class Quantizer:
                 quantization = self._write(Path(folder), precisions)
             finally:
                 self.stage = stage
-            engine = OrtEngine(_as_bundle(Path(folder), self.manifest, quantization), spinning=False)
+            engine = OrtEngine(_as_bundle(Path(folder), self.manifest, quantization), OrtOptions(spinning=False))
             try:
                 return self.gate.error_of(engine)
             finally:

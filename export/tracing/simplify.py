@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fatdeploy.errors import ExportFailed
 from fatdeploy.export.graph_files import move_weights_out, read_structure, strip, write_structure
-from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
+from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module, opened_session
 
 # MatMul + Add over three axes would become Reshape, Gemm, Reshape: slower in onnxruntime, and weights no longer equal.
 SKIPPED = ["fuse_matmul_add_bias_into_gemm_batched"]
@@ -64,7 +64,4 @@ def _compare(graph: Path, result: Path, samples: list[Arrays]) -> None:
 
 
 def _session(graph: Path) -> Any:
-    onnxruntime = onnxruntime_module()
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    return onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+    return opened_session(onnxruntime_module(), graph)

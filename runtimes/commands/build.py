@@ -1,4 +1,4 @@
-"""``fatdeploy build`` and the options of engines. It needs TensorRT and numpy, imported when it runs, and no torch."""
+"""``fatdeploy build`` and the options of engines. It imports TensorRT and numpy when it runs, and never torch."""
 
 import json
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ OPTIONS = [
         "--compute-capability",
         "capabilities",
         metavar="N.N,…",
-        help="GPUs that tensorrt-rtx builds for, such as 8.6,8.9,12.0; this machine's unless said.",
+        help="GPUs that tensorrt-rtx builds for, such as 8.6,8.9,12.0 (default: this machine's).",
     ),
     click.option(
         "--profile",
@@ -32,7 +32,7 @@ OPTIONS = [
     click.option(
         "--timing-cache",
         type=click.Path(path_type=Path, dir_okay=False),
-        help="A file of measured kernels that builds of tensorrt read and add to.",
+        help="File of measured kernels, which tensorrt builds read and extend.",
     ),
 ]
 
@@ -46,44 +46,44 @@ class BuildArguments(TypedDict):
 
 
 def build_options(command: Any) -> Any:
-    """Give a command the options of engines."""
+    """Add the options of engines to a command."""
     for option in reversed(OPTIONS):
         command = option(command)
     return command
 
 
-def asked_engines(flavour: Flavour, chosen: Mapping[str, Any]) -> "BuildRequest":
-    """Return the build that options ask for."""
+def build_request(flavour: Flavour, chosen: Mapping[str, Any]) -> "BuildRequest":
+    """Return the build that the options describe."""
     from fatdeploy.runtimes.engines.trt.build.build import BuildRequest
     from fatdeploy.runtimes.engines.trt.build.profiles import profiles_from_text
 
-    said = chosen["capabilities"]
+    capabilities = chosen["capabilities"]
     return BuildRequest(
         flavour=flavour,
-        capabilities=() if said is None else tuple(one.strip() for one in said.split(",")),
+        capabilities=() if capabilities is None else tuple(name.strip() for name in capabilities.split(",")),
         profiles=profiles_from_text(chosen["profiles"]),
         timing_cache=chosen["timing_cache"],
     )
 
 
 def refuse_engine_options(chosen: Mapping[str, Any], why: str) -> None:
-    """Raise if options of engines were given where none are built."""
-    given = {
+    """Raise if options of engines are set where none are built."""
+    options = {
         "--compute-capability": chosen["capabilities"] is not None,
         "--profile": bool(chosen["profiles"]),
         "--timing-cache": chosen["timing_cache"] is not None,
     }
-    reasons = [f"{name} is for engines" for name, said in given.items() if said]
+    reasons = [f"{name} is for engines" for name, is_set in options.items() if is_set]
     if reasons:
         raise ConfigError(in_one_line(why, reasons))
 
 
 def engine_lines(bundle: "Bundle") -> list[str]:
-    """Say which engines a bundle has, a line each."""
+    """Return one line per engine of a bundle."""
     return [
-        f"{one.file}: {bundle.manifest.files[one.file].size / 1e6:.1f} MB, {one.flavour} {one.version} for compute "
-        f"capability {', '.join(one.compute_capabilities)}"
-        for one in bundle.manifest.plans
+        f"{record.file}: {bundle.manifest.files[record.file].size / 1e6:.1f} MB, {record.flavour} {record.version} "
+        f"for compute capability {', '.join(record.compute_capabilities)}"
+        for record in bundle.manifest.plans
     ]
 
 
@@ -100,14 +100,14 @@ Examples:
 @click.option(
     "--flavour",
     type=click.Choice(get_args(Flavour)),
-    help="Which TensorRT; the one that the bundle was exported for unless said.",
+    help="Which TensorRT to build with (default: the one that the bundle was exported for).",
 )
 @build_options
 @click.option(
     "--keep-onnx/--drop-onnx",
     default=True,
     show_default=True,
-    help="Keep the graphs beside the engines, or engines alone: smaller, and never to be built again.",
+    help="Keep the graphs beside the engines, or drop them: smaller, but engines cannot be built again.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print what was built as JSON.")
 def build(
@@ -115,18 +115,20 @@ def build(
 ) -> None:
     """Build TensorRT engines from the graphs of a bundle.
 
-    BUNDLE was exported with --target tensorrt, tensorrt-rtx or onnx. TensorRT builds for the GPU that is here, for an
-    engine runs on the kind of GPU and the version that built it; TensorRT-RTX builds without a GPU, too, for the
-    compute capabilities that are named. The engines become part of the bundle; if a build fails, it stays as it was.
+    BUNDLE was exported with --target tensorrt, tensorrt-rtx or onnx. TensorRT builds for the GPU of this machine,
+    because an engine runs only on the kind of GPU and the version that built it. TensorRT-RTX also builds without a
+    GPU, for the compute capabilities that you name. The engines become part of the bundle; if a build fails, the
+    bundle stays as it was.
     """
     from fatdeploy.records import json_from_record
     from fatdeploy.runtimes.engines.trt.build.build import build_engines, chosen_flavour
 
-    asked = asked_engines(chosen_flavour(bundle, flavour), chosen)
-    built = build_engines(bundle, asked, stage=show_stage, keep_onnx=keep_onnx)
+    request = build_request(chosen_flavour(bundle, flavour), chosen)
+    built = build_engines(bundle, request, stage=show_stage, keep_onnx=keep_onnx)
     if as_json:
         plans = [
-            {**json_from_record(one), "bytes": built.manifest.files[one.file].size} for one in built.manifest.plans
+            {**json_from_record(record), "bytes": built.manifest.files[record.file].size}
+            for record in built.manifest.plans
         ]
         click.echo(json.dumps({"bundle": str(bundle), "bytes": built.total_bytes, "plans": plans}))
         return

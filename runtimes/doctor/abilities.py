@@ -1,4 +1,4 @@
-"""What of each GPU target works on a machine, and what is missing for the rest."""
+"""What a machine can do with each GPU target, and what is missing for the rest."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ DEVICE = "a CUDA device"
 
 @dataclass(frozen=True)
 class Work:
-    """Something that is done with a target: the packages that it takes, and whether it takes a GPU."""
+    """A use of a target: the packages that it needs, and whether it needs a GPU."""
 
     name: str
     packages: tuple[str, ...]
@@ -20,7 +20,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Ability:
-    """Whether something can be done here, or what is missing for it."""
+    """Whether a use of a target is possible here, or what is missing for it."""
 
     target: str
     work: str
@@ -34,10 +34,10 @@ class Ability:
         return {"target": self.target, "work": self.work, "works": self.works, "missing": list(self.missing)}
 
 
-def abilities(whole: Collection[str], cuda: Cuda) -> tuple[Ability, ...]:
-    """Return what can be done with each target, given the packages that are here and not broken."""
+def abilities(working: Collection[str], cuda: Cuda) -> tuple[Ability, ...]:
+    """Return what can be done with each target, given the packages that are installed and not broken."""
     return tuple(
-        Ability(record.name, work.name, _missing(work, whole, cuda))
+        Ability(record.name, work.name, _missing(work, working, cuda))
         for record in TARGETS.values()
         if record.needs_gpu
         for work in works_of(record)
@@ -45,7 +45,7 @@ def abilities(whole: Collection[str], cuda: Cuda) -> tuple[Ability, ...]:
 
 
 def works_of(record: TargetRecord) -> tuple[Work, ...]:
-    """Return what is done with a target on a machine with a GPU."""
+    """Return the uses of a target."""
     build = Work("build engines", record.build_packages, needs_device=not record.builds_ahead)
     run = Work("run", record.run_packages)
     return (build, run) if record.build_packages else (run,)
@@ -57,8 +57,8 @@ def ability_line(ability: Ability) -> tuple[str, str, str]:
     return ability.target, ability.work, verdict
 
 
-def _missing(work: Work, whole: Collection[str], cuda: Cuda) -> tuple[str, ...]:
-    missing = [name for name in work.packages if name not in whole]
+def _missing(work: Work, working: Collection[str], cuda: Cuda) -> tuple[str, ...]:
+    missing = [name for name in work.packages if name not in working]
     if work.needs_device and not cuda.devices:
         missing.append(DEVICE)
     return tuple(missing)

@@ -1,4 +1,4 @@
-"""The CUDA devices of this machine, asked of NVIDIA's driver itself: no CUDA package is needed to know."""
+"""The CUDA devices of this machine, read from NVIDIA's driver directly, without any CUDA package."""
 
 import ctypes
 import sys
@@ -7,7 +7,7 @@ from typing import Any
 
 DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
-# Of cuda.h: the result for "no device", and the attributes that hold the two halves of the compute capability.
+# From cuda.h: the result for "no device", and the attributes that hold the two halves of the compute capability.
 NO_DEVICE = 100
 CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76
 
@@ -29,12 +29,12 @@ class Cuda:
     version: str | None = None
     devices: tuple[CudaDevice, ...] = ()
     reason: str | None = None
-    # True if a driver is here and does not work; a machine without driver or device is in order.
+    # True if a driver is installed and does not work; a machine without a driver or device is fine.
     broken: bool = False
 
 
 class DriverError(Exception):
-    """A function of the driver is not there, or returned something else than success."""
+    """A function of the driver is missing, or did not return success."""
 
     def __init__(self, message: str, code: int | None = None) -> None:
         super().__init__(message)
@@ -61,7 +61,7 @@ class Driver:
         return name.value.decode() if name.value else "no name"
 
     def number(self, function: str, *arguments: Any) -> int:
-        """Return what a function that gives one int gives."""
+        """Return the int that a function writes to its first argument."""
         value = ctypes.c_int()
         self.call(function, ctypes.byref(value), *arguments)
         return value.value
@@ -75,7 +75,7 @@ class Driver:
         name = ctypes.create_string_buffer(256)
         self.call("cuDeviceGetName", name, len(name), handle)
         memory = ctypes.c_size_t()
-        # Without _v2 it is a function of the 32-bit days, which the library still has.
+        # Without _v2 it is the old 32-bit function, which the library still has.
         self.call("cuDeviceTotalMem_v2", ctypes.byref(memory), handle)
         return CudaDevice(
             index=index,
@@ -89,14 +89,14 @@ class Driver:
 
 
 def cuda_here(library: str = DRIVER) -> Cuda:
-    """Return what the CUDA driver of this machine says; whatever goes wrong is part of the answer."""
+    """Return what the CUDA driver of this machine reports; failures are part of the result."""
     try:
         driver = Driver(ctypes.CDLL(library))
     except OSError:
         return Cuda(reason=f"no CUDA driver ({library}) here")
     version = None
     try:
-        # Asked first: the driver tells its version even where cuInit fails.
+        # First, because the driver reports its version even if cuInit fails.
         version = driver.version()
         driver.call("cuInit", 0)
         devices = tuple(driver.device(index) for index in range(driver.number("cuDeviceGetCount")))

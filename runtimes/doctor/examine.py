@@ -27,7 +27,7 @@ from fatdeploy.runtimes.doctor.packages import (
 
 
 class PackageState(StrEnum):
-    """Whether a package is installed, and if so whether it is whole."""
+    """Whether a package is installed, and whether it is intact."""
 
     PRESENT = "present"
     MISSING = "missing"
@@ -35,20 +35,20 @@ class PackageState(StrEnum):
 
 
 class Kind(StrEnum):
-    """What sort of problem; a limit is worth knowing and needs no repair."""
+    """The kind of a problem; a limit is worth knowing and needs no repair."""
 
     CONFLICT = "conflict"
     BROKEN = "broken"
     LIMIT = "limit"
 
 
-# They are listed by a package that was built with them, whether or not the libraries they need are here.
+# A package that was built with them lists them whether or not the libraries they need are installed.
 UNPROVED_PROVIDERS = ("CUDAExecutionProvider", "NvTensorRTRTXExecutionProvider", "TensorrtExecutionProvider")
 
 
 @dataclass(frozen=True)
 class PackageReport:
-    """A package as it was found here; ``install`` is what to type where it is missing or broken."""
+    """The state of a package here; ``install`` is what to type if it is missing or broken."""
 
     name: str
     purpose: str
@@ -60,7 +60,7 @@ class PackageReport:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is not as it should be, and what to type against it."""
+    """Something that is wrong, and what to type to fix it."""
 
     kind: Kind
     message: str
@@ -69,7 +69,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Report:
-    """All that the doctor found."""
+    """Everything that the doctor reports."""
 
     machine: Machine
     parts: tuple[PackageReport, ...]
@@ -82,15 +82,15 @@ class Report:
         return all(problem.kind is Kind.LIMIT for problem in self.problems)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"healthy": self.healthy, **asdict(self), "targets": [one.as_dict() for one in self.targets]}
+        return {"healthy": self.healthy, **asdict(self), "targets": [ability.as_dict() for ability in self.targets]}
 
 
 class BrokenInstallError(Exception):
-    """A package is installed and cannot be used; the text says why."""
+    """A package is installed and cannot be used; the message says why."""
 
 
 def examine() -> Report:
-    """Look at this machine and its packages; what is broken is reported, never raised."""
+    """Examine this machine and its packages; problems are reported, never raised."""
     cuda = cuda_here()
     versions = installed_versions()
     parts = tuple(part_from_package(package, versions, cuda) for package in PACKAGES)
@@ -99,7 +99,7 @@ def examine() -> Report:
 
 
 def part_from_package(package: Package, versions: Mapping[str, str], cuda: Cuda) -> PackageReport:
-    """Find out how a package is here, given which versions of all packages are."""
+    """Return the state of a package, given the versions of all installed packages."""
     if package.name not in versions:
         remark, install = remark_on(package, versions, cuda), install_command(package, versions)
         return PackageReport(package.name, package.purpose, PackageState.MISSING, None, remark, install)
@@ -114,7 +114,7 @@ def part_from_package(package: Package, versions: Mapping[str, str], cuda: Cuda)
 
 
 def remark_on(package: Package, versions: Mapping[str, str], cuda: Cuda) -> str:
-    """Return what to know before a missing package is installed."""
+    """Return what to know before installing a missing package."""
     if package is CPU_RUNTIME and GPU_RUNTIME.name in versions:
         return "not needed: onnxruntime-gpu runs on the CPU too"
     if package.extra == "export" and GPU_RUNTIME.name in versions:
@@ -125,54 +125,54 @@ def remark_on(package: Package, versions: Mapping[str, str], cuda: Cuda) -> str:
 
 
 def check_files(package: Package, version: str | None) -> None:
-    """Raise if an installed package's metadata or module is not there; nothing is imported but parent packages."""
+    """Raise if the metadata or module of an installed package is missing; only parent packages are imported."""
     if version is None:
         raise BrokenInstallError("its metadata has no version")
     try:
         spec = importlib.util.find_spec(package.module)
     except ModuleNotFoundError:
         spec = None
-    # A folder that an uninstall left half empty is found as a namespace: it has no origin.
+    # A folder that an uninstall left half empty looks like a namespace package, which has no origin.
     if spec is None or spec.origin is None:
         raise BrokenInstallError(f"its module {package.module} is gone")
 
 
 def onnxruntime_providers() -> str:
-    """Import onnxruntime and say which execution providers it lists."""
+    """Import onnxruntime and return the execution providers that it lists."""
     try:
         listed = importlib.import_module("onnxruntime").get_available_providers()
     except Exception as error:  # a damaged native package raises anything
         raise BrokenInstallError(
             f"import onnxruntime: {type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
-    sure = [provider for provider in listed if provider not in UNPROVED_PROVIDERS]
+    proved = [provider for provider in listed if provider not in UNPROVED_PROVIDERS]
     unproved = [provider for provider in listed if provider in UNPROVED_PROVIDERS]
-    proof = [f"{', '.join(unproved)} listed; not proved until a session runs"] if unproved else []
-    return "; ".join([", ".join(sure), *proof])
+    remark = [f"{', '.join(unproved)} listed; not proved until a session runs"] if unproved else []
+    return "; ".join([", ".join(proved), *remark])
 
 
 def problems_of(parts: Mapping[str, PackageReport], cuda: Cuda) -> Iterator[Problem]:
-    """Yield what is wrong, limits first: what must be repaired is said last, where it is seen."""
-    here = {name for name, part in parts.items() if part.state is not PackageState.MISSING}
+    """Yield what is wrong, limits first: what needs repair comes last, where it is seen."""
+    installed = {name for name, part in parts.items() if part.state is not PackageState.MISSING}
     if not cuda.devices:
-        yield from limits_without_device(here)
+        yield from limits_without_device(installed)
     if cuda.broken:
         yield Problem(Kind.BROKEN, f"the CUDA driver does not work: {cuda.reason}")
     for part in parts.values():
-        # With both of them here, one repair serves: the conflict's below.
-        if part.state is PackageState.BROKEN and not (part.name in ALTERNATIVES <= here):
+        # If both are installed, the repair of the conflict below fixes this too.
+        if part.state is PackageState.BROKEN and not (part.name in ALTERNATIVES <= installed):
             yield Problem(Kind.BROKEN, f"{part.name} is broken: {part.detail}", part.install)
-    if here >= ALTERNATIVES:
+    if installed >= ALTERNATIVES:
         yield Problem(Kind.CONFLICT, CONFLICT, CONFLICT_FIX)
 
 
-def limits_without_device(here: set[str]) -> Iterator[Problem]:
-    """Yield what the GPU packages that are here can still do."""
+def limits_without_device(installed: set[str]) -> Iterator[Problem]:
+    """Yield what the installed GPU packages can still do."""
     limits = {
         GPU_RUNTIME.name: "it runs bundles on the CPU only",
         TENSORRT.name: "engines can be neither built nor run",
         TENSORRT_RTX.name: "engines can be built ahead of time for chosen compute capabilities; to run needs a GPU",
     }
     for name, limit in limits.items():
-        if name in here:
+        if name in installed:
             yield Problem(Kind.LIMIT, f"{name} is installed, but there is no CUDA device: {limit}")

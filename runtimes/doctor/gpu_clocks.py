@@ -1,4 +1,4 @@
-"""What a measurement on a GPU depends on: device, driver, clocks, power limit. Read, or told to be absent."""
+"""What a measurement on a GPU depends on: device, driver, clocks, power limit, or why they are unknown."""
 
 import csv
 import shutil
@@ -9,8 +9,8 @@ from typing import Any
 from fatdeploy.runtimes.doctor.cuda_driver import Cuda, cuda_here
 
 TOOL = "nvidia-smi"
-# Our names for the tool's; the second of each is a number.
-ASKED = {
+# The tool's names by ours, and whether the value is a number.
+FIELDS = {
     "name": ("name", False),
     "uuid": ("uuid", False),
     "driver": ("driver_version", False),
@@ -27,10 +27,10 @@ LONGEST_S = 20
 
 @dataclass(frozen=True)
 class Gpus:
-    """The device that is computed on, as CUDA names it, and all that the driver's tool says of every GPU here.
+    """The device that computes, as CUDA names it, and what the driver's tool reports about every GPU here.
 
-    CUDA counts devices in another order than the tool: with several, the name says which. ``clocks`` is None where the
-    tool is not there, and ``absent`` says why; a value that a GPU does not tell is None.
+    CUDA numbers devices in another order than the tool: with several, the name tells which one. ``clocks`` is None if
+    the tool is missing, and ``absent`` says why; a value that a GPU does not report is None.
     """
 
     name: str | None
@@ -43,19 +43,19 @@ class Gpus:
 
 
 def gpus_here(cuda: Cuda | None = None, tool: str = TOOL) -> Gpus:
-    """Return what is known of this machine's GPUs right now."""
+    """Return the current state of this machine's GPUs."""
     cuda = cuda or cuda_here()
     name = cuda.devices[0].name if cuda.devices else None
-    found, absent = _asked(tool)
-    return Gpus(name, cuda.version, found, absent)
+    clocks, absent = _clocks(tool)
+    return Gpus(name, cuda.version, clocks, absent)
 
 
-def _asked(tool: str) -> tuple[tuple[dict[str, Any], ...] | None, str | None]:
-    """Return a record for each GPU, or why there is none."""
+def _clocks(tool: str) -> tuple[tuple[dict[str, Any], ...] | None, str | None]:
+    """Return a record per GPU, or why there is none."""
     program = shutil.which(tool)
     if program is None:
         return None, f"{tool} is not here: clocks and power are unknown"
-    fields = ",".join(field for field, _ in ASKED.values())
+    fields = ",".join(field for field, _ in FIELDS.values())
     command = [program, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
         # The program is the driver's own, the arguments are ours.
@@ -63,23 +63,23 @@ def _asked(tool: str) -> tuple[tuple[dict[str, Any], ...] | None, str | None]:
     except (OSError, subprocess.TimeoutExpired) as error:
         return None, f"{tool} does not answer ({error}): clocks and power are unknown"
     if ran.returncode:
-        said = " ".join((ran.stderr or ran.stdout).split())
-        return None, f"{tool} ended with exit code {ran.returncode} ({said}): clocks and power are unknown"
+        message = " ".join((ran.stderr or ran.stdout).split())
+        return None, f"{tool} ended with exit code {ran.returncode} ({message}): clocks and power are unknown"
     return records_from_csv(ran.stdout), None
 
 
 def records_from_csv(text: str) -> tuple[dict[str, Any], ...]:
-    """Return a record for each line of the tool's answer."""
+    """Return a record per line of the tool's output."""
     rows = csv.reader(text.splitlines(), skipinitialspace=True)
     return tuple(
-        {name: _value(cell, number) for (name, (_, number)), cell in zip(ASKED.items(), row, strict=True)}
+        {name: _value(cell, number) for (name, (_, number)), cell in zip(FIELDS.items(), row, strict=True)}
         for row in rows
         if row
     )
 
 
 def _value(cell: str, number: bool) -> Any:
-    """Return a number or a text; None for what the tool puts in brackets, because a GPU does not tell it."""
+    """Return a number or a text; None for what the tool puts in brackets because a GPU does not report it."""
     if cell.startswith("["):
         return None
     return float(cell) if number else cell

@@ -1,4 +1,4 @@
-"""The packages that fatdeploy can use: which extra brings each, what to type for one, which exclude each other."""
+"""The packages that fatdeploy can use: which extra installs each, what to type for it, which ones conflict."""
 
 import sys
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Package:
-    """A package that fatdeploy can use: how it is imported, which extra brings it, what it is for."""
+    """A package that fatdeploy can use: how it is imported, which extra installs it, what it is for."""
 
     name: str
     module: str
@@ -47,7 +47,7 @@ CONFLICT_FIX = "pip uninstall -y onnxruntime onnxruntime-gpu && pip install 'fat
 
 def version_of(package: Package) -> str | None:
     """Return the installed version without importing anything; empty if its metadata is damaged."""
-    # Imported here: an application that decodes never asks, and it takes 2 MB and much of our time to import.
+    # Imported here: an application that decodes does not need it, and it costs 2 MB and much of our import time.
     from importlib import metadata
 
     try:
@@ -57,7 +57,7 @@ def version_of(package: Package) -> str | None:
 
 
 def install_command(package: Package, versions: Mapping[str, str]) -> str | None:
-    """Return what to type for a missing package without spoiling what is here."""
+    """Return what to type for a missing package without breaking what is installed."""
     if package is CPU_RUNTIME and GPU_RUNTIME.name in versions:
         return None
     if package is GPU_RUNTIME and CPU_RUNTIME.name in versions:
@@ -66,19 +66,21 @@ def install_command(package: Package, versions: Mapping[str, str]) -> str | None
 
 
 def extra_of(package: Package, versions: Mapping[str, str]) -> str:
-    """Return the extra that brings a package, and no gigabytes beside it: two of them bring cuda-python."""
+    """Return the smallest extra that installs a package: two extras install cuda-python."""
     return TENSORRT_RTX.extra if package is CUDA_PYTHON and TENSORRT_RTX.name in versions else package.extra
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the version of every package that is here."""
+    """Return the version of every installed package."""
     return {package.name: version for package in PACKAGES if (version := version_of(package)) is not None}
 
 
 def alternatives_overwritten() -> bool:
-    """Return whether packages that exclude each other are both here, told by the names of their folders alone.
+    """Return whether packages that exclude each other are both installed, by the names of their folders.
 
-    Every load asks, so it must not take the tens of milliseconds in which all metadata would be read.
+    Every load calls this, and reading all metadata would take tens of milliseconds.
     """
-    found = {path.name.partition("-")[0] for folder in sys.path for path in Path(folder).glob("onnxruntime*.dist-info")}
-    return found >= {name.replace("-", "_") for name in ALTERNATIVES}
+    folders = {
+        path.name.partition("-")[0] for folder in sys.path for path in Path(folder).glob("onnxruntime*.dist-info")
+    }
+    return folders >= {name.replace("-", "_") for name in ALTERNATIVES}

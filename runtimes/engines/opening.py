@@ -1,4 +1,4 @@
-"""Which engine runs a bundle: its target says so, here and nowhere else."""
+"""Which engine runs a bundle: its target decides, here and nowhere else."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -7,6 +7,7 @@ from fatdeploy.bundle import Bundle
 from fatdeploy.errors import ConfigError
 from fatdeploy.runtimes.decoding.sources import MostSources
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.engines.protocol import Engine
 from fatdeploy.targets import TARGETS, Provider
 
@@ -19,16 +20,17 @@ def opened_engine(
     providers: Sequence[Provider] | None = None,
     cuda_graphs: bool = True,
 ) -> Engine[Any]:
-    """Return the engine that a bundle was exported for; an option that it has no use for is refused."""
+    """Return the engine that a bundle was exported for; options that the engine does not use are refused."""
     record = TARGETS[bundle.manifest.target]
     if record.flavour is None:
         _check_unused(bundle, {"cuda_graphs": cuda_graphs is not True})
-        return OrtEngine(bundle, threads=threads, spinning=spinning, providers=providers or record.providers)
+        providers = providers or record.providers
+        return OrtEngine(bundle, OrtOptions(threads=threads, spinning=spinning, providers=providers))
     _check_unused(
         bundle,
         {"threads": threads is not None, "spinning": spinning is not True, "providers": bool(providers)},
     )
-    # Here, so that a device without a GPU loads none of it.
+    # Imported here, so that a device without a GPU loads none of it.
     from fatdeploy.runtimes.engines.trt.cuda import opened_device
     from fatdeploy.runtimes.engines.trt.engine import TrtEngine
 
@@ -37,21 +39,21 @@ def opened_engine(
 
 @runtime_checkable
 class Limited(Protocol):
-    """An engine that takes only so many sources at once."""
+    """An engine that takes a limited number of sources at once."""
 
     def most_sources(self, length: int, rows_per_source: int) -> int:
-        """Return how many of at most some length."""
+        """Return the largest number of sources of at most ``length`` tokens."""
         ...
 
 
 def most_sources_of(engine: Engine[Any]) -> MostSources | None:
-    """Return how many sources an engine takes at once, if it takes only so many."""
+    """Return the function that limits how many sources an engine takes at once; None if there is no limit."""
     return engine.most_sources if isinstance(engine, Limited) else None
 
 
-def _check_unused(bundle: Bundle, given: dict[str, bool]) -> None:
-    named = [name for name, was_given in given.items() if was_given]
-    if named:
+def _check_unused(bundle: Bundle, options: dict[str, bool]) -> None:
+    names = [name for name, is_set in options.items() if is_set]
+    if names:
         raise ConfigError(
-            f"{bundle.path} is for {bundle.manifest.target}, which has no use for {', '.join(named)}: leave it out"
+            f"{bundle.path} is for {bundle.manifest.target}, which has no use for {', '.join(names)}: leave it out"
         )

@@ -17,7 +17,7 @@ State = TypeVar("State")
 
 
 class Want(IntEnum):
-    """What a step must compute beyond the hidden state; what is not wanted is not computed."""
+    """What a step must compute beyond the hidden state; nothing else is computed."""
 
     HIDDEN = 0
     LOGITS = 1
@@ -26,7 +26,7 @@ class Want(IntEnum):
 
 @dataclass(frozen=True)
 class Capacity:
-    """How far a state may grow: rows a source, and target positions."""
+    """How far a state may grow: rows per source, and target positions."""
 
     rows_per_source: int
     target_positions: int
@@ -34,9 +34,9 @@ class Capacity:
 
 @dataclass(frozen=True)
 class StepOut:
-    """Result of a step on t tokens a row; arrays belong to the engine and are valid until its next step."""
+    """Result of a step on t tokens per row; arrays belong to the engine and are valid until its next step."""
 
-    hidden: Floats | None = None  # [R, t, M], what the output matrix multiplies; None of models that do not tell it
+    hidden: Floats | None = None  # [R, t, M], what the output matrix multiplies; None if the model does not return it
     logits: Floats | None = None  # [R, t, V]
     top_log_probs: Floats | None = None  # [R, t, k], best first
     top_ids: Tokens | None = None  # [R, t, k]
@@ -44,21 +44,21 @@ class StepOut:
 
 
 def copied(out: StepOut) -> StepOut:
-    """Return a result as the caller's own."""
+    """Return a copy of a result that the caller may keep."""
     return StepOut(**{name: None if array is None else array.copy() for name, array in vars(out).items()})
 
 
 def joined(outs: Sequence[StepOut]) -> StepOut:
-    """Return the result of one step for those of several, each on the tokens that follow."""
-    along = {name: 2 if name == "attention" else 1 for name in vars(outs[0])}
-    parts = {name: [getattr(out, name) for out in outs] for name in along}
+    """Return the results of steps on successive tokens as the result of one step on all of them."""
+    axes = {name: 2 if name == "attention" else 1 for name in vars(outs[0])}
+    parts = {name: [getattr(out, name) for out in outs] for name in axes}
     return StepOut(
-        **{name: None if found[0] is None else np.concatenate(found, along[name]) for name, found in parts.items()}
+        **{name: None if arrays[0] is None else np.concatenate(arrays, axes[name]) for name, arrays in parts.items()}
     )
 
 
 class Stepper(Protocol[State]):
-    """What it takes to follow a decode whose tokens are known: no row is moved."""
+    """The part of an engine that follows a decode whose tokens are known: no row is moved."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -66,15 +66,15 @@ class Stepper(Protocol[State]):
         ...
 
     def encode(self, source: Tokens, mask: Mask, capacity: Capacity) -> State:
-        """Read the source [B, S] and return a state with one row a source, before the first token."""
+        """Read the source [B, S] and return a state with one row per source, before the first token."""
         ...
 
     def step(self, tokens: Tokens, state: State, want: Want) -> StepOut:
-        """Feed tokens [R, t] and return what is wanted of their positions."""
+        """Feed tokens [R, t] and return what is wanted at their positions."""
         ...
 
     def release(self, state: State) -> None:
-        """Take back a state that nobody will use any more; its memory may serve the next one."""
+        """Take back a state that is no longer used; the next one may reuse its memory."""
         ...
 
 
@@ -82,7 +82,7 @@ class Engine(Stepper[State], Protocol[State]):
     """A model behind three verbs. The state is the engine's own; ``step`` and ``reorder`` update it in place."""
 
     def reorder(self, state: State, rows: Rows) -> None:
-        """Make new row i continue old row rows[i]. Rows of one source stay side by side, equally many for each."""
+        """Make new row i continue old row rows[i]. Rows of one source stay adjacent, equally many per source."""
         ...
 
     def length_log_probs(self, state: State) -> Floats:
@@ -90,12 +90,12 @@ class Engine(Stepper[State], Protocol[State]):
         ...
 
     def output_rows(self, ids: Ids) -> Floats | None:
-        """Return the rows of the output matrix that belong to ids, [n, M], as the caller's own.
+        """Return a copy of the rows of the output matrix that belong to ids, [n, M].
 
         None if logits are not the hidden state times a matrix.
         """
         ...
 
     def close(self) -> None:
-        """Give back everything; the engine cannot be used afterwards."""
+        """Free everything; the engine cannot be used afterwards."""
         ...

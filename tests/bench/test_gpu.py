@@ -17,7 +17,7 @@ from fatdeploy.runtimes.bench.table import device_line, report_lines
 from fatdeploy.runtimes.bench.timing import stopwatch_of
 from fatdeploy.runtimes.bench.turn import measure_turn, opened_for
 from fatdeploy.runtimes.doctor.cuda_driver import Cuda, CudaDevice
-from fatdeploy.runtimes.doctor.gpu_clocks import ASKED, Gpus, gpus_here, records_from_csv
+from fatdeploy.runtimes.doctor.gpu_clocks import FIELDS, Gpus, gpus_here, records_from_csv
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.proof.fidelity import Fidelity
 from fatdeploy.targets import Target
@@ -167,9 +167,9 @@ def test_clocks_come_from_the_driver_s_tool_and_missing_values_are_none(tmp_path
     gpus = gpus_here(cuda, script(tmp_path, body))
     assert (gpus.name, gpus.cuda, gpus.absent) == ("Orin", "12.6", None)
     assert gpus.clocks is not None
-    assert [list(record) for record in gpus.clocks] == [[*ASKED]]
+    assert [list(record) for record in gpus.clocks] == [[*FIELDS]]
     assert gpus.clocks[0] == {
-        **dict.fromkeys(ASKED),
+        **dict.fromkeys(FIELDS),
         "name": "Orin",
         "uuid": "GPU-2",
         "driver": "540.4.0",

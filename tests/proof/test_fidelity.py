@@ -8,6 +8,7 @@ import pytest
 from fatdeploy.errors import ParityFailed
 from fatdeploy.manifest import PROBES
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.engines.protocol import StepOut
 from fatdeploy.runtimes.proof.fidelity import Fidelity, token_fidelity
 from fatdeploy.runtimes.proof.probes import Probe, read_probes
@@ -68,7 +69,7 @@ def test_an_engine_without_logits_is_refused_and_its_state_given_back() -> None:
 @pytest.mark.parametrize("preset", ["transformer-tiny", "fat-tiny", "transformer-nat-tiny"])
 def test_bundles_say_all_tokens_of_their_probes_and_one_less_of_changed_ones(preset: str) -> None:
     bundle = bundle_of(preset)
-    engine, probes = OrtEngine(bundle, threads=1), read_probes(bundle.file(PROBES))
+    engine, probes = OrtEngine(bundle, OrtOptions(threads=1)), read_probes(bundle.file(PROBES))
     assert token_fidelity(engine, probes) == Fidelity(832, 832)
     # The last one, which nothing reads.
     tokens = probes[1].tokens.copy()

@@ -28,6 +28,7 @@ from fatdeploy.machine import Machine
 from fatdeploy.manifest import DECODER, EMBEDDING, ENCODER, GATE, PARITY, WEIGHTS, Quantization
 from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.engines.protocol import StepOut, Want
 from fatdeploy.runtimes.proof import cpu_checks, gate
 from fatdeploy.runtimes.proof.cpu_checks import cpu_class, record_here
@@ -322,13 +323,13 @@ def test_random_weights_that_are_damaged_are_refused_and_those_rounded_otherwise
     assert gated is not None
     assert not gated.enforced
     rounded = with_scales_times(bundle, tmp_path / "rounded", 1 + 2.0**-23)
-    found = verified_quantized(rounded, OrtEngine(rounded, threads=1))
+    found = verified_quantized(rounded, OrtEngine(rounded, OrtOptions(threads=1)))
     assert abs(found.same_tokens - gated.agreement.same_tokens) <= 3
     damaged = with_scales_times(bundle, tmp_path / "damaged", 1.25)
     with pytest.raises(
         ParityFailed, match=r"of 711 tokens .* rounding .* explains at most 7 tokens: .*; export again with --cpu"
     ):
-        verified_quantized(damaged, OrtEngine(damaged, threads=1))
+        verified_quantized(damaged, OrtEngine(damaged, OrtOptions(threads=1)))
 
 
 @pytest.mark.parametrize(

@@ -1,63 +1,64 @@
-"""Where the arrays of an onnxruntime decode live: on the host they are numpy's, and nothing is ever copied."""
+"""Where the arrays of an onnxruntime decode live: on the host they are numpy arrays, and no step copies them."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from fatdeploy.runtimes.engines.ort.buffers import Array, Buffers, move_rows, zero_rows
+from fatdeploy.runtimes.engines.ort.buffers import Array, Buffers
 from fatdeploy.runtimes.engines.protocol import Rows
+from fatdeploy.runtimes.engines.row_moves import move_rows, zero_rows
 from fatdeploy.spec import ModelSpec
 
-# What an engine calls an array: numpy's own, or something on a device with the same ``shape`` and ``nbytes``.
-Held = Any
+# A numpy array, or an array on a device that has ``shape`` and ``nbytes`` too.
+HostOrDeviceArray = Any
 Shape = tuple[int, ...]
 
 
 class ArrayMemory(Protocol):
     """What an engine does with arrays beside running graphs on them."""
 
-    def encoded(self, encoder: Any, feeds: dict[str, Array]) -> dict[str, Held]:
-        """Return what a decode reads of its sources: them, and what the encoder makes of them."""
+    def encoded(self, encoder: Any, feeds: dict[str, Array]) -> dict[str, HostOrDeviceArray]:
+        """Run the encoder; return its inputs and outputs."""
         ...
 
     def zeros(self, shapes: Sequence[Shape]) -> Buffers:
         """Return state before the first token."""
         ...
 
-    def moved(self, buffers: Buffers, turn: int, rows: Rows, before: int) -> int:
-        """Let row i of the state hold what row rows[i] of ``before`` held; return which set holds it now."""
+    def moved(self, buffers: Buffers, turn: int, rows: Rows, n_rows: int) -> int:
+        """Make row i of the state continue row rows[i] of ``n_rows``; return which set holds the state now."""
         ...
 
-    def kept(self, sources: dict[str, Held], kept: Rows) -> dict[str, Held]:
-        """Return those sources alone."""
+    def kept(self, sources: dict[str, HostOrDeviceArray], kept: Rows) -> dict[str, HostOrDeviceArray]:
+        """Return the kept sources only."""
         ...
 
     def clear(self, buffers: Buffers, rows: int) -> None:
-        """Make the first rows of state, those that were ever used, as good as new."""
+        """Zero the first rows of state, those that were ever used."""
         ...
 
 
 class HostMemory:
-    """Arrays of numpy, which onnxruntime's CPU provider reads and writes where they are."""
+    """Numpy arrays, which onnxruntime's CPU provider reads and writes in place."""
 
     def __init__(self, spec: ModelSpec, n_sets: int) -> None:
         self._spec, self._n_sets = spec, n_sets
-        self._made = [one.name for one in spec.encoder_outputs()]
+        self._outputs = [tensor.name for tensor in spec.encoder_outputs()]
 
-    def encoded(self, encoder: Any, feeds: dict[str, Array]) -> dict[str, Held]:
-        return {**feeds, **dict(zip(self._made, encoder.run(self._made, feeds), strict=True))}
+    def encoded(self, encoder: Any, feeds: dict[str, Array]) -> dict[str, HostOrDeviceArray]:
+        return {**feeds, **dict(zip(self._outputs, encoder.run(self._outputs, feeds), strict=True))}
 
     def zeros(self, shapes: Sequence[Shape]) -> Buffers:
-        dtypes = [one.dtype for one in self._spec.state]
-        return Buffers([[np.zeros(*one) for one in zip(shapes, dtypes, strict=True)] for _ in range(self._n_sets)])
+        layout = [(shape, tensor.dtype) for shape, tensor in zip(shapes, self._spec.state, strict=True)]
+        return Buffers([[np.zeros(shape, dtype) for shape, dtype in layout] for _ in range(self._n_sets)])
 
-    def moved(self, buffers: Buffers, turn: int, rows: Rows, before: int) -> int:  # noqa: ARG002
-        # Only rows that another continues are copied, only their written positions, and in place.
+    def moved(self, buffers: Buffers, turn: int, rows: Rows, n_rows: int) -> int:  # noqa: ARG002
+        # In place: only rows that move, and only their written positions.
         move_rows(self._spec.state, buffers.sets[turn], rows, int(buffers.position))
         return turn
 
-    def kept(self, sources: dict[str, Held], kept: Rows) -> dict[str, Held]:
+    def kept(self, sources: dict[str, HostOrDeviceArray], kept: Rows) -> dict[str, HostOrDeviceArray]:
         return {name: np.ascontiguousarray(array[kept]) for name, array in sources.items()}
 
     def clear(self, buffers: Buffers, rows: int) -> None:

@@ -1,4 +1,4 @@
-"""Sessions of ONNX Runtime: on the providers that were asked for and no others, with graphs that fit the contract."""
+"""Sessions of ONNX Runtime: on the requested providers and no others, with graphs that fit the contract."""
 
 import importlib
 import importlib.util
@@ -7,10 +7,10 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, get_args
+from typing import Any
 
 from fatdeploy.bundle import Bundle
-from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, in_one_line
+from fatdeploy.errors import BackendUnavailable, BundleError, in_one_line
 from fatdeploy.manifest import DECODER, ENCODER
 from fatdeploy.runtimes.doctor.packages import (
     CONFLICT,
@@ -20,94 +20,16 @@ from fatdeploy.runtimes.doctor.packages import (
     install_command,
     installed_versions,
 )
+from fatdeploy.runtimes.engines.contract import DYNAMIC, GraphTensor, TensorKind, contract_differences
+from fatdeploy.runtimes.engines.element_types import dtype_from_onnxruntime
+from fatdeploy.runtimes.engines.ort.options import PROVIDERS, OrtOptions
 from fatdeploy.spec import TensorSpec
 from fatdeploy.targets import Provider
 
-PROVIDERS: dict[Provider, str] = {
-    "cpu": "CPUExecutionProvider",
-    "cuda": "CUDAExecutionProvider",
-    "tensorrt": "TensorrtExecutionProvider",
-}
 # Longer than what happens between two steps; an encode that begins when a decode ends waits no longer than that.
 SPIN_MICROSECONDS = 1000
-ON_DEVICE: frozenset[Provider] = frozenset({"cuda", "tensorrt"})
 
 log = logging.getLogger("fatdeploy")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OrtOptions:
-    """How onnxruntime runs: threads, one a core unless said; whether they spin while they wait; on which providers.
-
-    Without ``optimised`` it runs a graph as it is written, which is slow and shows what the graph itself computes. In
-    the folder ``profile`` it leaves, once the engine is closed, a record of each graph: how long every op took. With
-    ``cuda_graphs`` a step is captured and replayed, or refused.
-    """
-
-    threads: int | None = None
-    spinning: bool = True
-    providers: Sequence[Provider] = ("cpu",)
-    optimised: bool = True
-    profile: Path | None = None
-    cuda_graphs: bool = False
-
-    def __post_init__(self) -> None:
-        reasons = [*_wrong_threads(self.threads), *_wrong_spinning(self.spinning), *_wrong_providers(self.providers)]
-        reasons += _wrong_capture(self.cuda_graphs)
-        if reasons:
-            raise ConfigError(in_one_line("engine options refused", reasons))
-
-    @property
-    def provider_names(self) -> list[str]:
-        """What onnxruntime calls the providers."""
-        return [PROVIDERS[one] for one in self.providers]
-
-    @property
-    def on_device(self) -> bool:
-        """Whether the first of them computes on a GPU."""
-        return self.providers[0] in ON_DEVICE
-
-
-class OrtKeywords(TypedDict, total=False):
-    """The fields of ``OrtOptions``, as an engine is given them."""
-
-    threads: int | None
-    spinning: bool
-    providers: Sequence[Provider]
-    optimised: bool
-    profile: Path | None
-    cuda_graphs: bool
-
-
-def _wrong_threads(threads: object) -> list[str]:
-    if threads is None or (isinstance(threads, int) and not isinstance(threads, bool) and threads >= 1):
-        return []
-    return [f"threads must be a whole number from 1 up, found {threads!r}"]
-
-
-def _wrong_spinning(spinning: object) -> list[str]:
-    return [] if isinstance(spinning, bool) else [f"spinning must be True or False, found {spinning!r}"]
-
-
-def _wrong_capture(cuda_graphs: object) -> list[str]:
-    """Say why onnxruntime cannot capture the steps of our graphs: it is true of every one of them."""
-    if cuda_graphs is False:
-        return []
-    return [
-        "cuda_graphs cannot be had of onnxruntime: it captures no graph with branches (If), which graphs for it have, "
-        "and positions are read on the host when a kernel is launched, so that a replay would repeat the first. "
-        "TensorRT engines capture steps: fatdeploy export SOURCE --out DIR --target tensorrt"
-    ]
-
-
-def _wrong_providers(providers: Sequence[object]) -> list[str]:
-    known = get_args(Provider)
-    if not isinstance(providers, list | tuple) or not providers or any(one not in known for one in providers):
-        return [f"providers must be a list of {' or '.join(known)}, found {providers!r}"]
-    if len(set(providers)) < len(providers):
-        return [f"providers must be different, found {list(providers)}"]
-    # onnxruntime gives each op to the first that can run it: behind the CPU no other would get one.
-    return [] if "cpu" not in providers[:-1] else [f"cpu must be the last provider, found {list(providers)}"]
 
 
 def onnxruntime_module() -> Any:
@@ -129,27 +51,33 @@ class Sessions:
 
 
 def opened_sessions(ort: Any, bundle: Bundle, options: OrtOptions) -> Sessions:
-    """Open both graphs; a provider that is not here and a graph that is not the contract's are refused."""
+    """Open both graphs; refuse a provider that is not available and a graph that does not fit the contract."""
     _check_available(ort, options)
     _check_bfloat16(bundle, options)
-    encoder, decoder = (_session(ort, bundle, name, options) for name in (ENCODER, DECODER))
+    encoder, decoder = (_bundle_session(ort, bundle, name, options) for name in (ENCODER, DECODER))
     spec, branches = bundle.spec, bundle.manifest.branches
     fixed = spec.fixed_axes(branches=branches)
     inputs, outputs = spec.decoder_inputs(branches=branches), spec.decoder_outputs()
     _check_contract(encoder, ENCODER, spec.encoder_inputs(), spec.encoder_outputs())
-    _check_contract(decoder, DECODER, *([one.fixed(fixed) for one in kind] for kind in (inputs, outputs)))
+    _check_contract(decoder, DECODER, *([tensor.fixed(fixed) for tensor in part] for part in (inputs, outputs)))
     return Sessions(encoder, decoder)
 
 
-def small_session(ort: Any, graph: bytes, provider: str) -> Any:
-    """Open a graph of ours that serves a provider's memory; another provider in its place is refused."""
-    chosen = ort.SessionOptions()
-    chosen.log_severity_level = _severity()
-    chosen.intra_op_num_threads = 1
-    session = ort.InferenceSession(graph, chosen, providers=[provider], enable_fallback=False)
+def opened_session(
+    ort: Any,
+    graph: Path | bytes,
+    *,
+    provider: str = PROVIDERS["cpu"],
+    threads: int | None = None,
+    optimised: bool = True,
+) -> Any:
+    """Open a graph that is not one of a bundle's two, on this provider or not at all."""
+    settings = _session_options(ort, threads=threads, optimised=optimised)
+    content = graph if isinstance(graph, bytes) else str(graph)
+    session = ort.InferenceSession(content, settings, providers=[provider], enable_fallback=False)
     if session.get_providers()[0] != provider:
         raise BackendUnavailable(
-            f"onnxruntime moves no rows with {provider}, it chose {session.get_providers()}: fatdeploy doctor"
+            f"onnxruntime does not run a graph on {provider}, it chose {session.get_providers()}: fatdeploy doctor"
         )
     return session
 
@@ -164,7 +92,7 @@ def _check_available(ort: Any, options: OrtOptions) -> None:
 
 
 def _check_bfloat16(bundle: Bundle, options: OrtOptions) -> None:
-    """Raise, with what to type, where a bundle's bfloat16 cannot be computed, or its arrays not be held."""
+    """Raise, with what to type, where bfloat16 cannot be computed or its arrays cannot be held."""
     if bundle.manifest.precision != "bf16":
         return
     if list(options.providers) == ["cpu"]:
@@ -174,78 +102,83 @@ def _check_bfloat16(bundle: Bundle, options: OrtOptions) -> None:
         )
     if importlib.util.find_spec("ml_dtypes") is None:
         raise BackendUnavailable("arrays of bfloat16 need ml_dtypes, not installed here: pip install ml_dtypes")
-    importlib.import_module("ml_dtypes")  # numpy knows the name bfloat16 from now on
+    importlib.import_module("ml_dtypes")  # the import registers the name bfloat16 with numpy
 
 
-def _session(ort: Any, bundle: Bundle, name: str, options: OrtOptions) -> Any:
+def _bundle_session(ort: Any, bundle: Bundle, name: str, options: OrtOptions) -> Any:
     path = bundle.file(name)
     try:
         with warnings.catch_warnings():
-            # It warns of a provider that it leaves out, and goes on; below that is an error.
+            # onnxruntime warns of a provider that it leaves out, and goes on; below that is an error.
             warnings.filterwarnings("ignore", "Specified provider")
             session = ort.InferenceSession(
                 str(path),
-                _session_options(ort, options, name),
+                _bundle_session_options(ort, options, name),
                 providers=options.provider_names,
-                provider_options=[_provider_options(one, bundle) for one in options.providers],
+                provider_options=[_provider_options(provider, bundle) for provider in options.providers],
                 # The fused kernel is slower than the two ops it replaces.
                 disabled_optimizers=["SkipLayerNormFusion"],
-                # It would print to standard output and run on the CPU.
+                # A fallback would print to standard output and run on the CPU.
                 enable_fallback=False,
             )
-    except Exception as error:  # onnxruntime's have no base of their own
-        raise _explained(ort, error, bundle, name, options) from error
-    found = session.get_providers()
-    if found[: len(options.providers)] != options.provider_names:
-        raise _fallen_back(name, options, f"it chose {found}")
+    except Exception as error:  # onnxruntime's exceptions have no common base class
+        raise _open_failed(ort, error, bundle, name, options) from error
+    chosen = session.get_providers()
+    if chosen[: len(options.providers)] != options.provider_names:
+        raise _provider_failed(name, options, f"it chose {chosen}")
     return session
 
 
 def _provider_options(provider: Provider, bundle: Bundle) -> dict[str, str]:
     """Return what differs from a provider's defaults."""
     if provider == "cuda" and bundle.manifest.precision == "fp32":
-        # Products of fp32 would be rounded to ten bits of mantissa on GPUs since Ampere: other tokens than the
-        # reference's.
+        # GPUs since Ampere would round fp32 products to ten bits of mantissa, which chooses other tokens than the
+        # reference does.
         return {"use_tf32": "0"}
     return {}
 
 
-def _session_options(ort: Any, options: OrtOptions, name: str) -> Any:
-    chosen = ort.SessionOptions()
-    chosen.log_severity_level = _severity()
-    if not options.optimised:
-        chosen.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    if options.threads is not None:
-        chosen.intra_op_num_threads = options.threads
-    chosen.add_session_config_entry("session.intra_op.allow_spinning", "1" if options.spinning else "0")
-    # Floats that multiply 8-bit weights would be rounded to integers as well, and nobody asked for that (1.31).
-    chosen.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+def _session_options(ort: Any, *, threads: int | None, optimised: bool) -> Any:
+    settings = ort.SessionOptions()
+    settings.log_severity_level = _severity()
+    if not optimised:
+        settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if threads is not None:
+        settings.intra_op_num_threads = threads
+    return settings
+
+
+def _bundle_session_options(ort: Any, options: OrtOptions, name: str) -> Any:
+    settings = _session_options(ort, threads=options.threads, optimised=options.optimised)
+    settings.add_session_config_entry("session.intra_op.allow_spinning", "1" if options.spinning else "0")
+    # By default (1.31) floats that multiply 8-bit weights are rounded to integers too.
+    settings.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     if options.profile is not None:
-        chosen.enable_profiling = True
-        chosen.profile_file_prefix = str(options.profile / name)
-    # Two sessions are two pools: each would spin on, tens of milliseconds, and steal the cores of the other.
+        settings.enable_profiling = True
+        settings.profile_file_prefix = str(options.profile / name)
+    # Two sessions have two thread pools: each would spin for tens of milliseconds and steal the other's cores.
     if name == DECODER:
-        chosen.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_MICROSECONDS))
+        settings.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_MICROSECONDS))
     else:
-        chosen.add_session_config_entry("session.force_spinning_stop", "1")
-    return chosen
+        settings.add_session_config_entry("session.force_spinning_stop", "1")
+    return settings
 
 
 def _severity() -> int:
-    """Return from which severity on onnxruntime speaks: its warnings are for who asks, at -v, the rest at -vv."""
+    """Return the least severity that onnxruntime logs: its warnings at -v, everything at -vv."""
     if log.isEnabledFor(logging.DEBUG):
         return 1
     return 2 if log.isEnabledFor(logging.INFO) else 3
 
 
-def _explained(
+def _open_failed(
     ort: Any, error: Exception, bundle: Bundle, name: str, options: OrtOptions
 ) -> BackendUnavailable | BundleError:
     reason = _in_one_line(error)
-    # What a provider could not do comes as these; what is wrong with a graph has classes of its own.
-    of_provider = ValueError, RuntimeError, ort.capi.onnxruntime_pybind11_state.EPFail
-    if list(options.providers) != ["cpu"] and isinstance(error, of_provider):
-        return _fallen_back(name, options, reason)
+    # Failures of a provider come as these classes; what is wrong with a graph has classes of its own.
+    provider_errors = ValueError, RuntimeError, ort.capi.onnxruntime_pybind11_state.EPFail
+    if list(options.providers) != ["cpu"] and isinstance(error, provider_errors):
+        return _provider_failed(name, options, reason)
     return BundleError(
         f"onnxruntime cannot open {bundle.file(name)}: {reason}. "
         f"Copy the bundle again, or export it again: fatdeploy export SOURCE --out {bundle.path} --force"
@@ -253,10 +186,10 @@ def _explained(
 
 
 def run_failed(bundle: Bundle, name: str, error: Exception) -> BundleError:
-    """Return what to say of a graph that could be opened and cannot be run."""
+    """Return the error for a graph that opens and does not run."""
     return BundleError(
         f"onnxruntime cannot run {bundle.file(name)}: {_in_one_line(error)}. "
-        f"See whether the bundle is whole: fatdeploy verify {bundle.path}"
+        f"Check that the bundle is complete: fatdeploy verify {bundle.path}"
     )
 
 
@@ -264,46 +197,37 @@ def _in_one_line(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".")
 
 
-def _fallen_back(name: str, options: OrtOptions, reason: str) -> BackendUnavailable:
+def _provider_failed(name: str, options: OrtOptions, reason: str) -> BackendUnavailable:
     return BackendUnavailable(
-        f"onnxruntime does not run {name} on {list(options.providers)} as asked: {reason}. "
-        "See what is missing: fatdeploy doctor; or ask for cpu alone"
+        f"onnxruntime does not run {name} on {list(options.providers)}, as requested: {reason}. "
+        "See what is missing: fatdeploy doctor; or request cpu alone"
     )
 
 
 def _check_contract(session: Any, name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
-    """Raise unless a graph's inputs and outputs are those of the contract."""
+    """Raise unless a graph's inputs and outputs are those of the contract, in its order."""
     try:
-        reasons = [
-            *_differences("input", session.get_inputs(), inputs),
-            *_differences("output", session.get_outputs(), outputs),
-        ]
+        tensors = [*_tensors("input", session.get_inputs()), *_tensors("output", session.get_outputs())]
     except UnicodeDecodeError as error:
-        reasons = [f"a name in it is no UTF-8: {error}"]
+        reasons = [f"it has a name that is not UTF-8: {error}"]
+    else:
+        reasons = contract_differences(tensors, inputs, outputs) or _wrong_order(tensors, [*inputs, *outputs])
     if reasons:
         raise BundleError(in_one_line(f"{name} does not fit the bundle's contract", reasons))
 
 
-def _differences(kind: str, found: Sequence[Any], expected: Sequence[TensorSpec]) -> list[str]:
-    names = [one.name for one in found], [one.name for one in expected]
-    if names[0] != names[1]:
-        return [f"{kind}s must be {names[1]}, found {names[0]}"]
+def _tensors(kind: TensorKind, arguments: Sequence[Any]) -> list[GraphTensor]:
     return [
-        f"{one.name} must be {spec.dtype} {list(spec.shape)}, found {_dtype(one)} {one.shape}"
-        for one, spec in zip(found, expected, strict=True)
-        if _dtype(one) != spec.dtype or not _shape_fits(one.shape, spec)
+        GraphTensor(
+            argument.name,
+            kind,
+            dtype_from_onnxruntime(argument.type),
+            tuple(axis if isinstance(axis, int) else DYNAMIC for axis in argument.shape),
+        )
+        for argument in arguments
     ]
 
 
-def _dtype(found: Any) -> str:
-    """Return an input's or output's element type as numpy calls it."""
-    name = str(found.type).removeprefix("tensor(").removesuffix(")")
-    return {"float": "float32", "double": "float64"}.get(name, name)
-
-
-def _shape_fits(found: Sequence[Any], spec: TensorSpec) -> bool:
-    """Return whether a graph's axes are the contract's: the same numbers, and none where any size may come."""
-    return len(found) == len(spec.shape) and all(
-        size == there if isinstance(size, int) else not isinstance(there, int)
-        for size, there in zip(spec.shape, found, strict=True)
-    )
+def _wrong_order(tensors: Sequence[GraphTensor], expected: Sequence[TensorSpec]) -> list[str]:
+    names, contract = [tensor.name for tensor in tensors], [tensor.name for tensor in expected]
+    return [] if names == contract else [f"the order must be {contract}, found {names}"]

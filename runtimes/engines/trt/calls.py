@@ -1,4 +1,4 @@
-"""One shape of call of a plan: bound once, run as it is at first, recorded when it is run again, then replayed."""
+"""One shape of call of a plan: bound once, run directly the first time, recorded the second time, then replayed."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from fatdeploy.spec import TensorSpec
 
 @dataclass
 class Results:
-    """What a call copies back to the host, and the recordings of calls that do so: one for each role of the state."""
+    """What a call copies back to the host, and recordings of such calls: one per role of the state."""
 
     arrays: dict[str, NDArray[Any]]
     copies: list[tuple[Bytes, int]]
@@ -21,7 +21,7 @@ class Results:
 
 
 class PlanCall:
-    """Contexts of one plan for one shape, one for each role of the state; what they read and write stays in place."""
+    """Contexts of one plan for one shape, one per role of the state; the memory that they use stays in place."""
 
     def __init__(
         self, device: Device, contexts: Sequence[Context], inputs: HostArrays, address: int, *, capture: bool
@@ -30,28 +30,28 @@ class PlanCall:
         self._capture = capture
         self._ran = [False] * len(contexts)
         self._results: dict[Hashable, Results] = {}
-        self.places: dict[str, int] = {}  # of what only this call writes
+        self.places: dict[str, int] = {}  # addresses of what only this call writes
         self.n_bytes = 0  # of all of them
-        self.closing: list[Any] = []  # what else goes with it
+        self.closing: list[Any] = []  # what else to close with the call
 
     @property
     def inputs(self) -> dict[str, NDArray[Any]]:
-        """What the next run reads, to be written to."""
+        """Host arrays that the next run reads; write to them."""
         return self._inputs.arrays
 
     def results(self, key: Hashable, wanted: Sequence[tuple[TensorSpec, int]], sizes: Mapping[str, int]) -> Results:
-        """Return host arrays for tensors at some addresses, made when they are asked for first."""
+        """Return host arrays for tensors at these addresses; they are allocated on first use."""
         if key not in self._results:
-            host = HostArrays(self._device, [one for one, _ in wanted], sizes)
-            copies = [(host.bytes_of(one.name), address) for one, address in wanted]
+            host = HostArrays(self._device, [tensor for tensor, _ in wanted], sizes)
+            copies = [(host.bytes_of(tensor.name), address) for tensor, address in wanted]
             self._results[key] = Results(host.arrays, copies)
         return self._results[key]
 
     def run(self, role: int, results: Results) -> None:
-        """Ask for one run: inputs to the device, the plan, results to the host."""
+        """Enqueue one run: inputs to the device, the plan, results to the host."""
         graph = results.graphs.get(role)
         if graph is None and self._capture and self._ran[role]:
-            # Not the first time: TensorRT settles what depends on shapes in a run that is not recorded.
+            # Not on the first run: TensorRT does its shape-dependent setup in a run that is not recorded.
             graph = results.graphs[role] = self._device.captured(lambda: self._work(role, results))
         if graph is not None:
             graph.launch()
@@ -66,10 +66,10 @@ class PlanCall:
             self._device.download(host, address)
 
     def close(self) -> None:
-        """Give recordings, contexts and memory back."""
+        """Free recordings, contexts and memory."""
         for results in self._results.values():
             for graph in results.graphs.values():
                 graph.close()
-        for one in (*self._contexts, *self.closing):
-            one.close()
+        for resource in (*self._contexts, *self.closing):
+            resource.close()
         self._results, self._contexts, self.closing = {}, (), []

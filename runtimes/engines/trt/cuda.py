@@ -14,19 +14,20 @@ from fatdeploy.errors import BackendUnavailable, DeviceFailed, OutOfDeviceMemory
 from fatdeploy.plans import PlanRecord
 from fatdeploy.runtimes.doctor.cuda_driver import cuda_here
 from fatdeploy.runtimes.doctor.packages import CUDA_PYTHON, install_command, installed_versions
-from fatdeploy.runtimes.engines.trt.cuda_plans import CudaPlan, Errors
-from fatdeploy.runtimes.engines.trt.device import Bytes, GpuIdentity, Strips
+from fatdeploy.runtimes.engines.row_moves import Strips
+from fatdeploy.runtimes.engines.trt.cuda_plans import CudaPlan, ErrorMessages
+from fatdeploy.runtimes.engines.trt.device import Bytes, GpuIdentity
 from fatdeploy.runtimes.engines.trt.modules import listening, logger_of, tensorrt_module
 from fatdeploy.targets import Flavour
 
 log = logging.getLogger("fatdeploy")
 
-# Another one is chosen by CUDA_VISIBLE_DEVICES: CUDA remembers a device for each thread, and threads come and go.
+# CUDA_VISIBLE_DEVICES chooses another one: CUDA remembers the device per thread, and threads come and go.
 DEVICE = 0
 
 
 def opened_device(flavour: Flavour) -> "TrtCudaDevice":
-    """Return the GPU of this machine; whatever is missing for plans of a flavour is said at once, with what to type."""
+    """Return the GPU of this machine; raise with everything that plans of a flavour lack, and what to type."""
     reasons: list[str] = []
     cuda = tensorrt = None
     try:
@@ -34,7 +35,7 @@ def opened_device(flavour: Flavour) -> "TrtCudaDevice":
     except ImportError as error:
         advice = install_command(CUDA_PYTHON, installed_versions())
         reasons.append(f"{CUDA_PYTHON.name} cannot be imported ({error}): {advice}")
-    # Asked before TensorRT is: without a device it may end the process.
+    # Checked before TensorRT is imported: without a device it may end the process.
     no_device = cuda_here().reason if cuda is None else _no_device(cuda)
     if no_device:
         reasons.append(no_device)
@@ -59,24 +60,24 @@ def _no_device(cuda: Any) -> str | None:
 
 
 def described(cuda: Any, code: Any) -> str:
-    """Return what CUDA calls a result of its own, and says of it."""
-    _, said = cuda.cudaGetErrorString(code)
-    return f"{code.name}, {said.decode() if isinstance(said, bytes) else said}"
+    """Return CUDA's name and description of a result code."""
+    _, text = cuda.cudaGetErrorString(code)
+    return f"{code.name}, {text.decode() if isinstance(text, bytes) else text}"
 
 
 class Pinned:
-    """Host memory that the device reads and writes; numpy keeps this object as long as there is a view of it."""
+    """Host memory that the device reads and writes; numpy keeps this object alive as long as a view of it exists."""
 
-    def __init__(self, address: int, n_bytes: int, gone: Callable[[int], None]) -> None:
-        self._address, self._gone = address, gone
+    def __init__(self, address: int, n_bytes: int, on_free: Callable[[int], None]) -> None:
+        self._address, self._on_free = address, on_free
         self.__array_interface__ = {"data": (address, False), "shape": (n_bytes,), "typestr": "|u1", "version": 3}
 
     def __del__(self) -> None:
-        self._gone(self._address)
+        self._on_free(self._address)
 
 
 class TrtCudaDevice:
-    """One GPU and one stream of it."""
+    """One GPU and one of its streams."""
 
     def __init__(self, cuda: Any, tensorrt: Any, flavour: Flavour) -> None:
         self._cuda, self._tensorrt = cuda, tensorrt
@@ -91,7 +92,7 @@ class TrtCudaDevice:
         name = name.decode(errors="replace").rstrip("\0") if isinstance(name, bytes) else str(name)
         self.here = GpuIdentity(name, flavour, tensorrt.__version__, f"{major}.{minor}")
         self.stream = self.called("cudaStreamCreateWithFlags", cuda.cudaStreamNonBlocking)
-        self._errors = Errors()
+        self._errors = ErrorMessages()
         self._listening = ExitStack()
         self._listening.enter_context(listening(self._errors.hear))
         self._runtime = tensorrt.Runtime(logger_of(flavour))
@@ -99,18 +100,16 @@ class TrtCudaDevice:
         self._closed = False
 
     def called(self, function: str, *arguments: Any) -> Any:
-        """Return what a function of CUDA returns beside its code; a code that is no success is DeviceFailed."""
+        """Return what a CUDA function returns beside its code; raise DeviceFailed unless the code is success."""
         code, *results = getattr(self._cuda, function)(*arguments)
         if code == self._cuda.cudaError_t.cudaErrorMemoryAllocation:
-            raise OutOfDeviceMemory(
-                f"{function} {list(arguments)}: {described(self._cuda, code)}; give it less at once"
-            )
+            raise OutOfDeviceMemory(f"{function} {list(arguments)}: {described(self._cuda, code)}; pass less at once")
         if code != self._cuda.cudaError_t.cudaSuccess:
             raise DeviceFailed(f"{function}: {described(self._cuda, code)}")
         return results[0] if results else None
 
     def tidied(self, function: str, *arguments: Any) -> None:
-        """Call a function that gives something back; after a failure of the device that fails too, and is no news."""
+        """Call a function that frees something; after a failure of the device it fails too, and that is only logged."""
         try:
             self.called(function, *arguments)
         except DeviceFailed as error:
@@ -126,10 +125,10 @@ class TrtCudaDevice:
     def pinned(self, n_bytes: int) -> Bytes:
         self._free_unpinned()
         address = int(self.called("cudaMallocHost", n_bytes))
-        return np.asarray(Pinned(address, n_bytes, self._gone))
+        return np.asarray(Pinned(address, n_bytes, self._free_later))
 
-    def _gone(self, address: int) -> None:
-        """Remember to free: whoever drops the last view may be recording, where freeing is not allowed."""
+    def _free_later(self, address: int) -> None:
+        """Free at the next allocation: the last view may be dropped during a recording, which forbids freeing."""
         self._unpinned.append(address)
         if self._closed:
             self._free_unpinned()
@@ -167,13 +166,13 @@ class TrtCudaDevice:
         return CudaPlan(self, self._tensorrt, self._runtime, self._errors, path, record)
 
     def captured(self, work: Callable[[], None]) -> "CudaGraph":
-        # Of this thread alone: others may wait for their events meanwhile.
+        # Only this thread: others may wait for their events meanwhile.
         mode = self._cuda.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         self.called("cudaStreamBeginCapture", self.stream, mode)
         try:
             work()
         except BaseException:
-            # The stream must not stay in its recording.
+            # The stream must not keep recording.
             self.tidied("cudaStreamEndCapture", self.stream)
             raise
         graph = self.called("cudaStreamEndCapture", self.stream)
@@ -196,7 +195,7 @@ class TrtCudaDevice:
 
 
 class CudaEvent:
-    """An event of CUDA that measures no time."""
+    """A CUDA event that measures no time."""
 
     def __init__(self, device: TrtCudaDevice, event: Any) -> None:
         self._device, self._event = device, event
@@ -212,7 +211,7 @@ class CudaEvent:
 
 
 class CudaTimedEvent(CudaEvent):
-    """An event of CUDA that measures time."""
+    """A CUDA event that measures time."""
 
     def seconds_since(self, earlier: "CudaTimedEvent") -> float:
         return float(self._device.called("cudaEventElapsedTime", earlier._event, self._event)) / 1e3

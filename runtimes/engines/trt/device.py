@@ -1,26 +1,28 @@
-"""What an engine asks of a GPU, and nothing more: memory, copies, plans and recorded work, all on one stream."""
+"""What an engine needs from a GPU, and nothing more: memory, copies, plans and recorded work, all on one stream."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fatdeploy.plans import PlanRecord
+from fatdeploy.runtimes.engines.contract import GraphTensor
+from fatdeploy.runtimes.engines.row_moves import Strips
 from fatdeploy.targets import Flavour
 
 Bytes = NDArray[np.uint8]
 Shape = tuple[int, ...]
 
-# Where TensorRT wants a tensor to begin.
+# TensorRT wants every tensor to begin at a multiple of this address.
 ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
 class GpuIdentity:
-    """What plans must have been built for, to run here."""
+    """The GPU and TensorRT that plans must have been built for to run here."""
 
     name: str  # of the GPU
     flavour: Flavour
@@ -28,76 +30,57 @@ class GpuIdentity:
     compute_capability: str
 
 
-@dataclass(frozen=True)
-class Strips:
-    """Equally long runs of bytes at equal distances: the written part of a row of a cache; one run is a whole row."""
-
-    width: int
-    pitch: int
-    count: int
-
-
-@dataclass(frozen=True)
-class PlanTensor:
-    """An input or output of a plan as the plan itself says it; -1 is an axis whose size a call chooses."""
-
-    name: str
-    kind: Literal["input", "output"]
-    dtype: str
-    shape: Shape
-
-
 class DeviceEvent(Protocol):
     """A place in the stream that a thread can wait for."""
 
     def record(self) -> None:
-        """Put it behind everything that was asked for so far."""
+        """Put it after all work enqueued so far."""
         ...
 
     def wait(self) -> None:
-        """Return when all before it is done; what went wrong until then is DeviceFailed."""
+        """Return when all work before it is done; raise DeviceFailed if any of it failed."""
         ...
 
     def close(self) -> None: ...
 
 
 class TimedEvent(DeviceEvent, Protocol):
-    """An event that knows when it was passed."""
+    """An event that knows when the stream passed it."""
 
     def seconds_since(self, earlier: Any) -> float:
-        """Return the time between two that were passed."""
+        """Return the time between two events that the stream has passed."""
         ...
 
 
 class DeviceGraph(Protocol):
-    """Work that was recorded, at the addresses that it had then."""
+    """Recorded work, at the addresses that it had when it was recorded."""
 
     def launch(self) -> None:
-        """Do it once more."""
+        """Replay the work."""
         ...
 
     def close(self) -> None: ...
 
 
 class Context(Protocol):
-    """One way to run a plan: a profile, a shape of every input, an address of every tensor."""
+    """One way to run a plan: a profile, a shape per input, an address per tensor."""
 
     def bind(self, name: str, shape: Shape, address: int) -> None:
-        """Say where a tensor stands and how large it is; a shape that the profile does not take is DeviceFailed."""
+        """Set the shape and address of a tensor; raise DeviceFailed if the profile does not take the shape."""
         ...
 
     def execute(self) -> None:
-        """Ask for one run."""
+        """Enqueue one run."""
         ...
 
     def close(self) -> None: ...
 
 
 class DevicePlan(Protocol):
-    """A plan that was loaded."""
+    """A loaded plan."""
 
     @property
-    def tensors(self) -> tuple[PlanTensor, ...]:
+    def tensors(self) -> tuple[GraphTensor, ...]:
         """All inputs and outputs."""
         ...
 
@@ -109,35 +92,35 @@ class DevicePlan(Protocol):
         ...
 
     def aliased(self, name: str) -> str | None:
-        """Return the input whose memory an output must be written to, where the plan asks for it."""
+        """Return the input whose memory an output must be written to; None if the plan does not require one."""
         ...
 
     def context(self, profile: int) -> Context:
-        """Return a new way to run it. Contexts share working memory: one stream runs them one after another."""
+        """Return a new context. Contexts share working memory: one stream runs them one after another."""
         ...
 
     def close(self) -> None: ...
 
 
 class Device(Protocol):
-    """One GPU and one stream. Whoever calls takes care that no two threads do so at once, but to wait for events.
+    """One GPU and one stream. Only one thread may call it at a time, except to wait for events.
 
-    Everything that is asked for happens in that order, and later; ``DeviceEvent`` tells when.
+    Work is enqueued and done later, in the same order; a ``DeviceEvent`` tells when.
     """
 
     @property
     def here(self) -> GpuIdentity: ...
 
     def allocate(self, n_bytes: int) -> int:
-        """Return the address of new memory, a multiple of ALIGNMENT; OutOfDeviceMemory if none is left."""
+        """Return the address of new memory, a multiple of ALIGNMENT; raise OutOfDeviceMemory if none is left."""
         ...
 
     def free(self, address: int) -> None:
-        """Give memory back once all that was asked for is done."""
+        """Free memory once all enqueued work is done."""
         ...
 
     def pinned(self, n_bytes: int) -> Bytes:
-        """Return host memory that the device reads and writes by itself; it is freed after its last view is gone."""
+        """Return host memory that the device can read and write; it is freed after its last view is gone."""
         ...
 
     def upload(self, address: int, host: Bytes) -> None: ...
@@ -145,7 +128,7 @@ class Device(Protocol):
     def download(self, host: Bytes, address: int) -> None: ...
 
     def move(self, address: int, source: int, strips: Strips) -> None:
-        """Copy strips of one place on the device to another; they do not overlap."""
+        """Copy strips from one address of the device to another; they do not overlap."""
         ...
 
     def zero(self, address: int, n_bytes: int) -> None: ...
@@ -155,15 +138,15 @@ class Device(Protocol):
     def timed_event(self) -> TimedEvent: ...
 
     def load(self, path: Path, record: PlanRecord) -> DevicePlan:
-        """Return a plan of a file; one that is damaged is a BundleError."""
+        """Return the plan in a file; raise BundleError if it is damaged."""
         ...
 
     def captured(self, work: Callable[[], None]) -> DeviceGraph:
-        """Return what ``work`` asks for as a recording; nothing of it is done yet."""
+        """Record what ``work`` enqueues, without doing it."""
         ...
 
     def synchronise(self) -> None:
-        """Return when all that was asked for is done."""
+        """Return when all enqueued work is done."""
         ...
 
     def close(self) -> None: ...

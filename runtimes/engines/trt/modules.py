@@ -26,7 +26,7 @@ LEVELS = {
 log = logging.getLogger("fatdeploy")
 
 _listeners: list[Listener] = []
-_changing = Lock()
+_listeners_lock = Lock()
 
 
 def tensorrt_module(flavour: Flavour) -> Any:
@@ -42,22 +42,22 @@ def tensorrt_module(flavour: Flavour) -> Any:
 
 @cache
 def logger_of(flavour: Flavour) -> Any:
-    """Return the logger for all objects of a flavour: TensorRT keeps the first that it is given, whatever comes."""
+    """Return the logger for all objects of a flavour: TensorRT keeps the first logger that it gets."""
     module = tensorrt_module(flavour)
 
     class Logger(module.ILogger):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
-            module.ILogger.__init__(self)  # pybind11 asks for it by this name
+            module.ILogger.__init__(self)  # pybind11 needs the call by this name
 
         def log(self, severity: Any, message: str) -> None:
-            heard(LEVELS[severity.name], message)
+            forward(LEVELS[severity.name], message)
 
     return Logger()
 
 
-def heard(level: int, message: str) -> None:
-    """Give a message to whoever listens; nobody does: to the log of fatdeploy."""
-    with _changing:
+def forward(level: int, message: str) -> None:
+    """Pass a message to the listeners; without any, to fatdeploy's log."""
+    with _listeners_lock:
         listeners = tuple(_listeners)
     for listen in listeners or (log.log,):
         listen(level, message)
@@ -65,11 +65,11 @@ def heard(level: int, message: str) -> None:
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Have a listener hear what TensorRT says meanwhile, on any thread."""
-    with _changing:
+    """Pass TensorRT's messages to a listener meanwhile, from any thread."""
+    with _listeners_lock:
         _listeners.append(listener)
     try:
         yield
     finally:
-        with _changing:
+        with _listeners_lock:
             _listeners.remove(listener)

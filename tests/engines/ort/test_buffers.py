@@ -31,7 +31,7 @@ def test_the_next_decode_of_the_same_shape_has_the_same_buffers_and_the_same_num
     engine.release(first)
     second = engine.encode(SOURCE, MASK, Capacity(1, 8))
     assert places(second) == used
-    assert not any(array.any() for buffers in second.buffers for array in buffers)
+    assert not any(array.any() for arrays in second.arrays for array in arrays)
     np.testing.assert_array_equal(fed(engine, second), expected)
 
 
@@ -48,7 +48,7 @@ def test_another_shape_gets_buffers_of_its_own() -> None:
     engine = OrtEngine(bundle_of("transformer-tiny"))
     engine.release(engine.encode(SOURCE, MASK, Capacity(1, 8)))
     state = engine.encode(SOURCE[:1], MASK[:1], Capacity(1, 9))
-    assert state.buffers[0][0].shape[::2] == (1, 9)
+    assert state.arrays[0][0].shape[::2] == (1, 9)
     assert len(engine.pool) == 1
 
 
@@ -61,7 +61,7 @@ def test_numbers_that_are_none_do_not_reach_the_next_decode(preset: str, dialect
     spoilt = engine.encode(SOURCE, MASK, Capacity(1, 8))
     used = places(spoilt)
     fed(engine, spoilt, 8)
-    for one, *arrays in zip(engine.spec.state, *spoilt.buffers, strict=True):
+    for one, *arrays in zip(engine.spec.state, *spoilt.arrays, strict=True):
         for array in arrays:
             array[(slice(None), slice(None), slice(8))[: array.ndim] if one.kind == "cache" else ...] = np.nan
     engine.release(spoilt)
@@ -106,10 +106,10 @@ def test_bindings_of_large_sources_do_not_wait(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(ort, "MOST_HELD_BYTES", most)
         state = engine.encode(SOURCE, MASK, Capacity(1, 8))
         fed(engine, state)
-        held = state.held
+        buffers = state.buffers
         engine.release(state)
-        assert len(held.bound) == kept
-        held.bound.clear()
+        assert len(buffers.bound) == kept
+        buffers.bound.clear()
 
 
 def test_bindings_of_a_few_shapes_wait_the_oldest_go_first() -> None:
@@ -117,9 +117,9 @@ def test_bindings_of_a_few_shapes_wait_the_oldest_go_first() -> None:
     for steps in (1, 2, 3, 4, 1, 5, 6):
         state = engine.encode(SOURCE, MASK, Capacity(1, 8))
         engine.step(np.full((2, steps), 7), state, Want.LOGITS)
-        held = state.held
+        buffers = state.buffers
         engine.release(state)
-    assert list(held.bound) == [(2, steps, Want.LOGITS) for steps in (4, 1, 5, 6)]
+    assert list(buffers.bound) == [(2, steps, Want.LOGITS) for steps in (4, 1, 5, 6)]
 
 
 def test_a_result_that_somebody_kept_is_not_written_over_after_the_release() -> None:
@@ -159,7 +159,7 @@ def test_a_state_that_was_reordered_goes_back_with_all_rows_that_it_might_have_h
     engine.release(state)
     state = engine.encode(SOURCE[:1], MASK[:1], Capacity(4, 8))
     assert places(state) == used
-    assert not any(array.any() for buffers in state.buffers for array in buffers)
+    assert not any(array.any() for arrays in state.arrays for array in arrays)
 
 
 def test_few_buffers_wait_and_the_oldest_go_first() -> None:

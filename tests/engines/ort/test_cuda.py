@@ -25,7 +25,8 @@ from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.doctor.cuda_driver import cuda_here
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
-from fatdeploy.runtimes.engines.ort.sessions import OrtOptions, _provider_options
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
+from fatdeploy.runtimes.engines.ort.sessions import _provider_options
 from fatdeploy.runtimes.engines.protocol import Capacity, Want
 from fatdeploy.runtimes.model import load
 from fatdeploy.runtimes.proof.fidelity import token_fidelity
@@ -177,13 +178,15 @@ def test_fp32_on_cuda_is_not_rounded_to_tf32() -> None:
     assert _provider_options("cuda", half()) == _provider_options("cpu", bundle_of(TINY)) == {}
 
 
-def test_cuda_graphs_of_onnxruntime_are_refused_with_the_reason() -> None:
-    with pytest.raises(ConfigError, match=r"captures no graph with branches \(If\).*--target tensorrt"):
-        OrtOptions(providers=("cuda",), cuda_graphs=True)
+def test_onnxruntime_has_no_option_for_cuda_graphs() -> None:
+    with pytest.raises(TypeError, match="cuda_graphs"):
+        OrtOptions(providers=("cuda",), cuda_graphs=True)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="is for ort-cuda, which has no use for cuda_graphs"):
+        load(half().path, cuda_graphs=False)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not cuda_here().devices, reason="there is no CUDA device here")
 def test_fp16_on_a_gpu_agrees_with_the_reference() -> None:
-    engine = OrtEngine(half(), providers=("cuda",))
+    engine = OrtEngine(half(), OrtOptions(providers=("cuda",)))
     assert token_fidelity(engine, read_probes(half().file(PROBES))).share > 0.98

@@ -14,6 +14,7 @@ from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.doctor.cuda_driver import cuda_here
 from fatdeploy.runtimes.engines.ort.device_memory import OrtCudaDevice
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.engines.ort.row_graphs import ROWS, gathered_name, row_graph, shape_name, zero_graph
 from fatdeploy.runtimes.engines.protocol import Capacity, Want
 from fatdeploy.spec import TensorSpec
@@ -98,25 +99,25 @@ def test_state_stays_where_it_is_for_250_steps_and_serves_the_next_decode_as_zer
     state = engine.encode(source, mask, Capacity(2, 256))
     first = np.array(engine.step(np.array([[1]]), state, Want.LOGITS).logits)
     engine.reorder(state, np.array([0, 0]))
-    places = [array.value.data_ptr() for arrays in state.buffers for array in arrays]
+    places = [array.value.data_ptr() for arrays in state.arrays for array in arrays]
     allocated = counts(engine).allocated
     for index in range(250):
         engine.step(np.array([[index % 50 + 3], [9]]), state, Want.TOPK)
         engine.reorder(state, np.array([1, 0]))
-    assert [array.value.data_ptr() for arrays in state.buffers for array in arrays] == places
+    assert [array.value.data_ptr() for arrays in state.arrays for array in arrays] == places
     assert counts(engine).allocated == allocated
-    held = state.held
+    buffers = state.buffers
     engine.release(state)
-    assert not any(seen(array).any() for arrays in held.sets for array in arrays)
+    assert not any(seen(array).any() for arrays in buffers.sets for array in arrays)
     again = engine.encode(source, mask, Capacity(2, 256))
-    assert again.held is held
+    assert again.buffers is buffers
     np.testing.assert_array_equal(engine.step(np.array([[1]]), again, Want.LOGITS).logits, first)
 
 
 def test_one_row_needs_no_second_set_of_buffers() -> None:
     engine = on_device(bundle_of(TINY))
     one, two = (engine.encode(np.ones((n, 2), np.int64) * 5, np.ones((n, 2), bool), Capacity(1, 8)) for n in (1, 2))
-    assert (len(one.buffers), len(two.buffers)) == (1, 2)
+    assert (len(one.arrays), len(two.arrays)) == (1, 2)
 
 
 def test_rows_that_stay_are_not_copied_and_others_change_sets() -> None:
@@ -125,10 +126,10 @@ def test_rows_that_stay_are_not_copied_and_others_change_sets() -> None:
     engine.step(np.array([[3], [4]]), state, Want.TOPK)
     engine.reorder(state, np.array([0, 1]))
     assert state.turn == 0
-    before = [seen(array) for array in state.buffers[0]]
+    before = [seen(array) for array in state.arrays[0]]
     engine.reorder(state, np.array([1]))
     assert (state.turn, state.rows, len(state.sources[engine.spec.source_mask.name])) == (1, 1, 1)
-    for old, new in zip(before, state.buffers[1], strict=True):
+    for old, new in zip(before, state.arrays[1], strict=True):
         np.testing.assert_array_equal(seen(new)[0], old[1])
 
 
@@ -142,7 +143,7 @@ def test_a_provider_that_may_write_before_it_reads_gets_two_sets_that_alternate(
     engine.pool.clear()
     state = engine.encode(np.array([[5, 6, 7]]), np.ones((1, 3), bool), Capacity(1, 8))
     engine.step(np.array([[1]]), state, Want.TOPK)
-    assert (state.turn, len(state.buffers)) == (1, 2)
+    assert (state.turn, len(state.arrays)) == (1, 2)
     assert decode(engine, [[5, 6, 7]], GREEDY) == expected
 
 
@@ -183,9 +184,7 @@ def test_the_graphs_that_are_written_byte_by_byte_are_onnx_and_do_what_they_say(
 
 
 def test_a_device_that_is_not_here_and_one_without_memory_are_errors_of_ours() -> None:
-    with pytest.raises(
-        BackendUnavailable, match=r"the GPU gives no 4,096 bytes for an array \[32, 32\] .*batch_tokens"
-    ):
+    with pytest.raises(BackendUnavailable, match=r"the GPU has no 4,096 bytes for an array \[32, 32\] .*batch_tokens"):
         OrtCudaDevice(onnxruntime).empty("float32", (32, 32))
 
 
@@ -193,6 +192,6 @@ def test_a_device_that_is_not_here_and_one_without_memory_are_errors_of_ours() -
 @pytest.mark.skipif(not cuda_here().devices, reason="there is no CUDA device here")
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_search_says_on_a_gpu_what_the_reference_says(preset: str) -> None:
-    engine, sources = OrtEngine(bundle_of(preset), providers=("cuda",)), sources_of(preset)
+    engine, sources = OrtEngine(bundle_of(preset), OrtOptions(providers=("cuda",))), sources_of(preset)
     for options in (GREEDY, BEAMS):
         assert_alike(decode(engine, sources, options), decode(EagerEngine(model_of(preset)), sources, options))

@@ -86,11 +86,11 @@ def test_logits_hidden_and_best_tokens_stay_within_the_bound_after_growing_and_l
 def test_state_stays_in_the_same_buffers_while_decoding(preset: str) -> None:
     engine = OrtEngine(bundle_of(f"{preset}-tiny"))
     state = engine.encode(np.array([[5, 6, 7]]), np.ones((1, 3), bool), Capacity(1, 64))
-    places = [array.ctypes.data for buffers in state.buffers for array in buffers]
+    places = [array.ctypes.data for arrays in state.arrays for array in arrays]
     for _ in range(20):
         engine.step(np.array([[9]]), state, Want.LOGITS)
-    assert [array.ctypes.data for buffers in state.buffers for array in buffers] == places
-    assert all(array.any() for array in state.buffers[0])
+    assert [array.ctypes.data for arrays in state.arrays for array in arrays] == places
+    assert all(array.any() for array in state.arrays[0])
     assert len(state.bound) == 1
 
 
@@ -151,7 +151,7 @@ def test_swapped_graphs_are_refused(tmp_path: Path) -> None:
     shutil.copytree(bundle.path, tmp_path / "swapped")
     (tmp_path / "swapped" / ENCODER).write_bytes(bundle.file(DECODER).read_bytes())
     swapped = write_manifest(tmp_path / "swapped", bundle.manifest)
-    with pytest.raises(BundleError, match=r"encoder\.onnx does not fit the bundle's contract: inputs must be"):
+    with pytest.raises(BundleError, match=r"encoder\.onnx does not fit the bundle's contract: input source is missing"):
         OrtEngine(swapped)
 
 

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from benchmarks.harness.profile_step import main, own_times
 from fatdeploy.manifest import DECODER
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.engines.protocol import Capacity, Want
 from tests.support.bundles import bundle_of
 
@@ -22,7 +23,7 @@ CACHE = ROWS * HEADS * CAPACITY * WIDTH  # as many numbers as no weight and no o
 
 def recorded_ops(folder: Path) -> list[dict[str, Any]]:
     """Return what was recorded of every op in ten steps."""
-    engine = OrtEngine(bundle_of("transformer-tiny"), threads=1, profile=folder)
+    engine = OrtEngine(bundle_of("transformer-tiny"), OrtOptions(threads=1, profile=folder))
     source = np.random.default_rng(0).integers(3, 64, (ROWS, 5))
     state = engine.encode(source, np.ones_like(source, bool), Capacity(1, CAPACITY))
     for step in range(STEPS):

@@ -8,9 +8,9 @@ import pytest
 from fatdeploy.errors import SpecMismatch
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.runtimes.decoding.loop import DecodeOptions, decode
-from fatdeploy.runtimes.engines.ort.buffers import move_rows, zero_rows
 from fatdeploy.runtimes.engines.ort.engine import Bound, OrtEngine
 from fatdeploy.runtimes.engines.protocol import Capacity, Want
+from fatdeploy.runtimes.engines.row_moves import move_rows, zero_rows
 from fatdeploy.spec import cache_specs, recurrent_specs
 from tests.support.bundles import bundle_of, model_of
 from tests.support.engines.kinds import Kind, engine_of, places
@@ -65,7 +65,7 @@ def test_what_no_step_has_written_stays_zero_in_every_row(preset: str, dialect: 
     for rows in beam_like(draw):
         engine.step(draw.integers(3, 64, (state.rows, 1)), state, Want.HIDDEN)
         engine.reorder(state, rows)
-    for spec, array in zip(engine.spec.state, state.buffers[0], strict=True):
+    for spec, array in zip(engine.spec.state, state.arrays[0], strict=True):
         assert len(array) == 3 * BEAMS
         if "capacity" in spec.shape:
             assert array[:, :, : int(state.position)].any(axis=(1, 2, 3)).all()
@@ -81,7 +81,7 @@ def test_all_that_was_written_is_zeroed_on_release_also_in_rows_that_left(preset
     engine.step(np.full((6, 2), 7), state, Want.LOGITS)
     engine.reorder(state, np.array([3]))
     engine.step(np.full((1, 1), 7), state, Want.LOGITS)
-    used, arrays = places(state), [array for buffers in state.buffers for array in buffers]
+    used, arrays = places(state), [array for arrays in state.arrays for array in arrays]
     assert all(array[5].any() for array in arrays)
     engine.release(state)
     assert not any(array.any() for array in arrays)
@@ -115,11 +115,11 @@ def test_results_are_bound_anew_only_when_rows_become_more_or_fewer_or_sources_c
     assert not set(bound_after([1, 1])) & set(one_each)
 
 
-@pytest.mark.parametrize("kind", ["ort", "trt"])
+@pytest.mark.parametrize("kind", ["eager", "ort", "trt"])
 def test_more_rows_than_the_state_was_encoded_for_are_refused_and_it_stays_as_it_was(kind: Kind) -> None:
     engine = engine_of("transformer-tiny", kind)
     state = engine.encode(SOURCE, MASK, Capacity(2, 8))
-    message = r"^reorder refused: 3 rows a source, the state was encoded for a capacity of rows_per_source = 2$"
+    message = r"^reorder refused: 3 rows per source, the state was encoded for a capacity of rows_per_source = 2$"
     for rows in ([0, 0, 0, 1, 1, 1, 2, 2, 2], [1, 1, 1]):
         with pytest.raises(SpecMismatch, match=message):
             engine.reorder(state, np.array(rows))

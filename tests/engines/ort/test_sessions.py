@@ -13,7 +13,7 @@ from fatdeploy.bundle import Bundle, write_manifest
 from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError
 from fatdeploy.manifest import DECODER, ENCODER, WEIGHTS
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
-from fatdeploy.runtimes.engines.ort.sessions import OrtOptions
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from tests.support.bundles import bundle_of
 
 TINY = "transformer-tiny"
@@ -41,7 +41,7 @@ def test_options_that_cannot_be_had_are_refused_every_reason_at_once(options: di
 
 
 def test_threads_and_spinning_reach_both_sessions() -> None:
-    engine = OrtEngine(bundle_of(TINY), threads=1, spinning=False)
+    engine = OrtEngine(bundle_of(TINY), OrtOptions(threads=1, spinning=False))
     assert engine._sessions is not None
     for session in (engine._sessions.encoder, engine._sessions.decoder):
         chosen = session.get_session_options()
@@ -63,7 +63,7 @@ def test_a_provider_that_onnxruntime_lacks_is_an_error_with_what_to_type() -> No
         BackendUnavailable,
         match=r"has no \['CUDAExecutionProvider'\], only .*: pip uninstall -y onnxruntime && pip install 'fatdeploy",
     ):
-        OrtEngine(bundle_of(TINY), providers=("cuda", "cpu"))
+        OrtEngine(bundle_of(TINY), OrtOptions(providers=("cuda", "cpu")))
 
 
 @pytest.mark.parametrize("providers", [("cuda",), ("cuda", "cpu")], ids=str)
@@ -76,7 +76,7 @@ def test_a_silent_fall_back_to_the_cpu_is_noticed_and_refused(
         BackendUnavailable,
         match=r"does not run encoder\.onnx on \['cuda'.*\['CPUExecutionProvider'\].*fatdeploy doctor",
     ):
-        OrtEngine(bundle_of(TINY), providers=providers)
+        OrtEngine(bundle_of(TINY), OrtOptions(providers=providers))
 
 
 @pytest.mark.parametrize("kind", [ValueError, RuntimeError, onnxruntime.capi.onnxruntime_pybind11_state.EPFail])
@@ -89,8 +89,8 @@ def test_a_provider_that_cannot_start_is_not_the_bundles_fault(
     claimed = ["CUDAExecutionProvider", "CPUExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: claimed)
     monkeypatch.setattr(onnxruntime.InferenceSession, "_create_inference_session", failing)
-    with pytest.raises(BackendUnavailable, match=r"as asked: no driver\. See what is missing: fatdeploy doctor"):
-        OrtEngine(bundle_of(TINY), providers=("cuda",))
+    with pytest.raises(BackendUnavailable, match=r"as requested: no driver\. See what is missing: fatdeploy doctor"):
+        OrtEngine(bundle_of(TINY), OrtOptions(providers=("cuda",)))
     assert capsys.readouterr().out == ""
 
 

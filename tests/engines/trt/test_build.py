@@ -32,13 +32,14 @@ from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.doctor.cuda_driver import Cuda, CudaDevice, cuda_here
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.engines.output_matrix import stored_output_rows
 from fatdeploy.runtimes.engines.trt import modules as trt_modules
 from fatdeploy.runtimes.engines.trt.build import build as trt_build
 from fatdeploy.runtimes.engines.trt.build.build import BuildRequest, TimingCache, build_engines, planned
 from fatdeploy.runtimes.engines.trt.build.log import BuildLog
 from fatdeploy.runtimes.engines.trt.build.profiles import check_shapes, profiles_from_text, profiles_of, shapes_by_input
-from fatdeploy.runtimes.engines.trt.modules import heard, listening, logger_of, tensorrt_module
+from fatdeploy.runtimes.engines.trt.modules import forward, listening, logger_of, tensorrt_module
 from fatdeploy.targets import Flavour, Precision
 from tests.support.bundles import bundle_of, half_of, model_of
 
@@ -152,7 +153,7 @@ def test_a_bundle_of_engines_alone_keeps_what_the_device_reads(bundle: Callable[
         assert found is not None
         assert found.tobytes() == expected.tobytes()
         assert after.manifest.files[WEIGHTS].size == expected.shape[1] * 64 * 2
-    with pytest.raises(BundleError, match=r"kept without encoder.onnx and decoder.onnx, which engines are built from"):
+    with pytest.raises(BundleError, match=r"stored without encoder.onnx and decoder.onnx, which"):
         built(tmp_path / "copy")
     with pytest.raises(BundleError, match=r"does not list encoder.onnx"):
         OrtEngine(after)
@@ -161,8 +162,8 @@ def test_a_bundle_of_engines_alone_keeps_what_the_device_reads(bundle: Callable[
 def test_a_bundle_with_engines_still_runs_on_the_cpu(fat: Path) -> None:
     after = built(fat, replace(RTX, capabilities=("8.6",)))
     options = DecodeOptions(max_new_tokens=8)
-    assert decode(OrtEngine(after, threads=1), [[5, 6, 7]], options) == decode(
-        OrtEngine(half_of("fat-tiny"), threads=1), [[5, 6, 7]], options
+    assert decode(OrtEngine(after, OrtOptions(threads=1)), [[5, 6, 7]], options) == decode(
+        OrtEngine(half_of("fat-tiny"), OrtOptions(threads=1)), [[5, 6, 7]], options
     )
 
 
@@ -211,13 +212,13 @@ def test_all_differences_from_the_contract_are_told_before_a_build(tmp_path: Pat
     )
     folder = copied(bundle, tmp_path / "copy", spec=replace(wrong, memory=bundle.spec.memory))
     before = contents(folder)
-    with pytest.raises(SpecMismatch, match=r"the graph of the decoder is not what the contract says: ") as failed:
+    with pytest.raises(SpecMismatch, match=r"the graph of the decoder does not fit the contract: ") as failed:
         built(folder)
     for reason in (
-        "it has no input source;",
+        "input source is missing;",
         "input past.keys.1 is not in the contract;",
-        "input past.keys.0: expected the shape ['rows', 2, 200, 16], found [-1, 2, 256, 16]",
-        "output logits: expected the shape ['rows', 'step', 65], found [-1, -1, 64]",
+        "past.keys.0 must be an input, bfloat16 [-1, 2, 200, 16], found an input, float32 [-1, 2, 256, 16]",
+        "logits must be an output, float32 [-1, -1, 65], found an output, float32 [-1, -1, 64]",
         "output present.values.1 is not in the contract",
         "Nothing was built: export the model again",
     ):
@@ -225,7 +226,8 @@ def test_all_differences_from_the_contract_are_told_before_a_build(tmp_path: Pat
     assert contents(folder) == before
     halved = copied(bundle, tmp_path / "halved", spec=bundle.spec.halved("float16"))
     with pytest.raises(
-        SpecMismatch, match=r"of the encoder .*output memory.keys.0: expected HALF, found FLOAT; output memory.values.0"
+        SpecMismatch,
+        match=r"of the encoder .*memory.keys.0 must be an output, float16 .*, found an output, float32",
     ):
         built(halved)
 
@@ -238,8 +240,8 @@ def test_axes_of_inputs_must_have_the_names_of_the_contract(tmp_path: Path) -> N
         model.graph.input[1].type.tensor_type.shape.dim[place].dim_param = name
     write_structure(model, folder / ENCODER)
     write_manifest(folder, bundle.manifest)
-    said = re.escape("input source_mask: expected axes named ['batch', 'source'], found ['sources', 'length']")
-    with pytest.raises(SpecMismatch, match=said):
+    message = re.escape("axes of input source_mask must be named ['batch', 'source'], found ['sources', 'length']")
+    with pytest.raises(SpecMismatch, match=message):
         built(folder)
 
 
@@ -280,7 +282,7 @@ def test_all_that_is_wrong_with_the_text_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
         profiles_from_text(["batch=1,batch=2", "lines=3", "source=9:1", "step=1:2:3:4,rows=x,batch"])
     for reason in (
-        "'batch=1,batch=2': batch has two ranges; say --profile twice for two profiles",
+        "'batch=1,batch=2': batch has two ranges; pass --profile twice for two profiles",
         "'lines=3': the axes are batch, rows, source, step",
         "'source=9:1': expected 1 <= least <= usual <= most, found 9, 1, 1",
         "'step=1:2:3:4': expected AXIS=SIZE",
@@ -308,11 +310,11 @@ def test_sizes_that_the_model_does_not_have_are_refused_together() -> None:
         profiles_of(model_of("transformer-tiny").spec, [*given, {}])
     for reason in (
         "profile 1: source goes to 257, past max_source = 256",
-        "profile 1: every source has as many rows, so that the least rows are a multiple of the least batch; found 1 "
-        "rows of 2 sources",
+        "profile 1: every source has the same number of rows, so the least rows must be a multiple of the least batch; "
+        "found 1 rows of 2 sources",
         "found 20 rows of 8 sources",
         "profile 2: step goes to 300, past max_target = 256",
-        "profile 4: it is profile 3 again",
+        "profile 4: it repeats profile 3",
     ):
         assert reason in str(refused.value)
 
@@ -327,8 +329,8 @@ def test_shapes_of_no_input_and_two_ranges_of_one_axis_are_refused_which_the_bui
     with pytest.raises(SpecMismatch) as refused:
         check_shapes(spec, "decoder", wrong)
     for reason in (
-        "it has shapes of elsewhere, which is no input",
-        f"it has no shapes of {spec.position.name}",
+        "it has shapes for elsewhere, which is not an input",
+        f"it has no shapes for {spec.position.name}",
         f"{past} must have 256 at place 2, found (9, 9, 9)",
         f"batch must have one range, found (1, 2, 8) in {mask}, (1, 1, 8) in {spec.memory[0].name} and ",
         f"source must have one range, found (1, 32, 99) in {mask}, (1, 32, 256) in ",
@@ -355,7 +357,7 @@ def test_tensorrt_without_a_gpu_is_refused_before_its_module_is_imported(
 
 @without_gpu
 def test_rtx_without_a_gpu_asks_which_one() -> None:
-    with pytest.raises(BackendUnavailable, match=rf"{NO_GPU} \(.*\): say --compute-capability, such as 8.6"):
+    with pytest.raises(BackendUnavailable, match=rf"{NO_GPU} \(.*\): pass --compute-capability, such as 8.6"):
         planned(BuildRequest(flavour="tensorrt-rtx"), model_of("fat-tiny").spec)
 
 
@@ -383,7 +385,7 @@ def tensorrt_of(version: str) -> Callable[[Flavour], Any]:
 def test_capabilities_that_are_not_offered_are_told_together() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"9\.0 is not offered; eight is not offered; 8\.6 stands there twice\. .* builds for 7\.5, 8\.0, 8\.6",
+        match=r"9\.0 is not available; eight is not available; 8\.6 is listed twice\. .* builds for 7\.5, 8\.0, 8\.6",
     ):
         planned(replace(RTX, capabilities=("8.6", "9.0", "eight", "8.6")), model_of("fat-tiny").spec)
 
@@ -416,7 +418,7 @@ def test_a_timing_cache_is_read_and_written(tmp_path: Path) -> None:
         assert first
         TimingCache(builder.create_builder_config(), path).write()
         assert path.read_bytes() == first
-    with pytest.raises(ConfigError, match="is no timing cache of this GPU and version"):
+    with pytest.raises(ConfigError, match="is not a timing cache of this GPU and version"):
         TimingCache(AnotherGpu(), path)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["cache"]
 
@@ -429,11 +431,11 @@ def test_warnings_go_to_the_log_and_everything_to_the_file(tmp_path: Path, caplo
     with (tmp_path / "log").open("w") as file:
         build_log = BuildLog(file, "tensorrt-rtx", tmp_path / "a folder")
         with listening(build_log.hear):
-            heard(logging.DEBUG, f"Reading '{tmp_path / 'a folder'}/weights.bin' and /usr/lib/x/libnv.so.1")
-            heard(logging.WARNING, "ModelImporter.cpp:1071: Make sure input tokens has Int64 binding.")
-            heard(logging.WARNING, "layer decoder.layers.0/add is odd")
-            heard(logging.ERROR, "out of\nmemory")
-        heard(logging.WARNING, "later")
+            forward(logging.DEBUG, f"Reading '{tmp_path / 'a folder'}/weights.bin' and /usr/lib/x/libnv.so.1")
+            forward(logging.WARNING, "ModelImporter.cpp:1071: Make sure input tokens has Int64 binding.")
+            forward(logging.WARNING, "layer decoder.layers.0/add is odd")
+            forward(logging.ERROR, "out of\nmemory")
+        forward(logging.WARNING, "later")
     assert [record.message for record in caplog.records] == [
         "tensorrt-rtx: layer decoder.layers.0/add is odd",
         "tensorrt-rtx: out of\nmemory",
@@ -472,7 +474,7 @@ def test_the_command_builds_and_says_what(fat: Path) -> None:
 def test_the_command_asks_for_the_flavour_that_a_bundle_does_not_say(fat: Path) -> None:
     run = command("build", fat)
     assert run.exit_code == 1
-    assert f"{fat} was exported for onnx: say --flavour tensorrt or tensorrt-rtx" in run.stderr
+    assert f"{fat} was exported for onnx: pass --flavour tensorrt or tensorrt-rtx" in run.stderr
     write_manifest(fat, replace(read_bundle(fat).manifest, target="tensorrt"))
     if not cuda_here().devices:
         assert NO_GPU in command("build", fat).stderr

@@ -214,7 +214,7 @@ def test_a_full_or_lost_device_and_a_run_that_fails_are_errors_of_ours(install: 
         device.limit = None
         device.fail_execution = True
         with pytest.raises(
-            DeviceFailed, match=r"encoder-.*TensorRT does not run it: the device could not be asked to run"
+            DeviceFailed, match=r"encoder-.*TensorRT does not run the plan: the device could not be asked to run"
         ):
             model.generate(SOURCES, BEAMS)
         device.fail_execution = False

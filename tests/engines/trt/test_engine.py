@@ -22,11 +22,13 @@ from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.engines.protocol import Capacity, Want
+from fatdeploy.runtimes.engines.row_moves import Strips, written_strips
 from fatdeploy.runtimes.engines.trt.build.build import BuildRequest, build_engines
-from fatdeploy.runtimes.engines.trt.device import GpuIdentity, Strips
+from fatdeploy.runtimes.engines.trt.device import GpuIdentity
 from fatdeploy.runtimes.engines.trt.engine import TrtEngine, TrtState
-from fatdeploy.runtimes.engines.trt.memory import MOST_WAITING, DecodeMemory, DecodeMemoryShape, written_strips
+from fatdeploy.runtimes.engines.trt.memory import MOST_WAITING, DecodeMemory, DecodeMemoryShape
 from fatdeploy.runtimes.proof.probes import read_probes, verified
 from fatdeploy.spec import cache_specs, recurrent_specs
 from tests.support.bundles import bundle_of, half_of
@@ -94,7 +96,7 @@ def test_after_the_first_sentence_of_a_shape_nothing_is_allocated(preset: str) -
 @pytest.mark.parametrize("preset", PRESETS)
 def test_beams_are_those_of_onnxruntime_on_the_same_graphs(preset: str) -> None:
     engine = trt_engine(preset)
-    expected = decode(OrtEngine(bundle_of(preset, "standard"), threads=1), SOURCES, BEAMS)
+    expected = decode(OrtEngine(bundle_of(preset, "standard"), OrtOptions(threads=1)), SOURCES, BEAMS)
     found = decode(engine, SOURCES, BEAMS)
     assert said(found) == said(expected)
     assert [one.score for one in found] == pytest.approx([one.score for one in expected], abs=1e-4)
@@ -207,7 +209,7 @@ def test_a_profile_of_one_size_is_filled_up_with_rows_that_are_nobodys(tmp_path:
 def test_a_long_prefix_in_calls_that_profiles_take_is_one_in_a_single_call(preset: str) -> None:
     engine = trt_engine(preset)
     tokens = np.random.default_rng(1).integers(3, 64, (2, 37))
-    reference = OrtEngine(bundle_of(preset, "standard"), threads=1)
+    reference = OrtEngine(bundle_of(preset, "standard"), OrtOptions(threads=1))
     for want in (Want.LOGITS, Want.TOPK, Want.HIDDEN):
         outs = [one.step(tokens, one.encode(SOURCE, MASK, Capacity(1, 64)), want) for one in (engine, reference)]
         for name, other in vars(outs[1]).items():
@@ -278,7 +280,7 @@ def test_half_precision_keeps_memory_and_caches_half_as_large_and_says_the_same(
     half = half_of("transformer-tiny")
     bundle = with_plans(half, tmp_path / "bundle")
     device = CpuDevice(bundle)
-    engine, reference = TrtEngine(bundle, device), OrtEngine(half, threads=1)
+    engine, reference = TrtEngine(bundle, device), OrtEngine(half, OrtOptions(threads=1))
     states = [one.encode(SOURCE, MASK, Capacity(1, 16)) for one in (engine, reference)]
     rows = math.prod((2, 2, 256, 16)) * 2  # rows, heads, capacity, width, bytes
     first, second = places(states[0])[:2]
@@ -310,7 +312,7 @@ def test_what_a_build_writes_is_what_the_engine_reads(tmp_path: Path, monkeypatc
     # Plans are real, and only a GPU can load them: their records, sizes and names are what is tried here.
     monkeypatch.setattr(CpuDevice, "load", lambda device, path, record: CpuPlan(device, record))
     device = CpuDevice(bundle, GpuIdentity("test GPU", "tensorrt-rtx", rtx.__version__, "8.6"))
-    engine, reference = TrtEngine(bundle, device), OrtEngine(half, threads=1)
+    engine, reference = TrtEngine(bundle, device), OrtEngine(half, OrtOptions(threads=1))
     for sources in ([[5, 6, 7]], [[8] * 20, [9]]):
         found, expected = (decode(one, sources, BEAMS) for one in (engine, reference))
         assert [one.tokens for one in found] == [one.tokens for one in expected]
@@ -322,20 +324,20 @@ def test_what_a_build_writes_is_what_the_engine_reads(tmp_path: Path, monkeypatc
 def test_of_a_model_with_both_kinds_of_state_only_sums_change_places() -> None:
     spec = replace(plans_of("transformer-tiny").spec, state=(*cache_specs(0, 2, 16), *recurrent_specs(1, 2, 4, 16)))
     device = CpuDevice(plans_of("transformer-tiny"))
-    held = DecodeMemory(device, spec, DecodeMemoryShape(batch=2, source=16, rows_per_source=2))
-    assert [len(each) for each in held.state] == [1, 1, 2, 2]
-    assert held.n_sets == 2
-    (first, second), (third, fourth) = held.places(0), held.places(1)
+    memory = DecodeMemory(device, spec, DecodeMemoryShape(batch=2, source=16, rows_per_source=2))
+    assert [len(places) for places in memory.state] == [1, 1, 2, 2]
+    assert memory.n_sets == 2
+    (first, second), (third, fourth) = memory.places(0), memory.places(1)
     assert first[:2] == second[:2] == third[:2] == fourth[:2]
     assert (first[2:], second[2:]) == (fourth[2:], third[2:])
-    device.zero(held.slab.address, held.slab.n_bytes)
+    device.zero(memory.slab.address, memory.slab.n_bytes)
     row = 2 * 4 * 16 * 4
-    for place in held.state[2]:
+    for place in memory.state[2]:
         device.view(place, 1)[:] = 7
-    held.move_state([1, 0, 2, 3], role=1, position=3)
+    memory.move_state([1, 0, 2, 3], role=1, position=3)
     # Row 0 of the sums that the next step reads went to row 1; the others, which it writes, stay.
-    assert [int(device.view(place + offset, 1)[0]) for place in held.state[2] for offset in (0, row)] == [7, 0, 0, 7]
-    held.close()
+    assert [int(device.view(place + offset, 1)[0]) for place in memory.state[2] for offset in (0, row)] == [7, 0, 0, 7]
+    memory.close()
     assert device.leaked == 0
 
 

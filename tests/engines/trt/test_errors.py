@@ -11,8 +11,9 @@ from fatdeploy.bundle import Bundle, read_bundle, write_manifest
 from fatdeploy.errors import BackendUnavailable, BundleError, DeviceFailed, OutOfDeviceMemory, SpecMismatch
 from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.contract import GraphTensor
 from fatdeploy.runtimes.engines.protocol import Capacity, Want
-from fatdeploy.runtimes.engines.trt.device import GpuIdentity, PlanTensor
+from fatdeploy.runtimes.engines.trt.device import GpuIdentity
 from fatdeploy.runtimes.engines.trt.engine import TrtEngine
 from tests.support.bundles import bundle_of
 from tests.support.devices.cpu import HERE, CpuDevice, CpuPlan, plans_of, ranges, trt_engine, with_plans
@@ -91,11 +92,11 @@ def test_a_run_that_fails_names_plan_profile_and_sizes_and_its_memory_is_not_use
             engine.encode(SOURCE, MASK, Capacity(1, 32))
         assert len(device.memory) <= before
         device.fail_execution = False
-        held = state.held
+        memory = state.memory
         engine.release(state)
         again = engine.encode(SOURCE, MASK, Capacity(1, 32))
-        assert held.closed
-        assert again.held is not held
+        assert memory.closed
+        assert again.memory is not memory
         engine.release(again)
     engine.close()
     assert (device.leaked, device.pinned_now) == (0, 0)
@@ -154,7 +155,7 @@ def test_a_target_of_a_parallel_model_that_no_profile_takes_is_refused(tmp_path:
     device = CpuDevice(bundle)
     engine = TrtEngine(bundle, device)
     state = engine.encode(SOURCE, MASK, Capacity(1, 8))
-    with pytest.raises(SpecMismatch, match=r"profile 0 takes 1…2 tokens a step \(axis 1 of tokens\), found 3"):
+    with pytest.raises(SpecMismatch, match=r"profile 0 takes 1…2 tokens per step \(axis 1 of tokens\), found 3"):
         engine.step(np.full((2, 3), 7), state, Want.LOGITS)
     engine.release(state)
     engine.close()
@@ -227,12 +228,12 @@ def test_a_plan_that_is_not_the_contracts_is_refused_with_every_reason(monkeypat
     def changed(device: CpuDevice, path: Path, record: object) -> CpuPlan:
         plan = loaded(device, path, record)  # type: ignore[arg-type]
         first, *rest = (one for one in plan.tensors if one.name != plan.spec.source_mask.name)
-        plan.tensors = (replace(first, dtype="int32"), *rest, PlanTensor("more", "output", "float32", (2,)))
+        plan.tensors = (replace(first, dtype="int32"), *rest, GraphTensor("more", "output", "float32", (2,)))
         return plan
 
     monkeypatch.setattr(CpuDevice, "load", changed)
     message = refused(plans_of("transformer-tiny"))
-    assert "source_mask is missing; more is not of the contract" in message
+    assert "input source_mask is missing; output more is not in the contract" in message
     assert "source must be an input, int64 [-1, -1], found an input, int32 [-1, -1]" in message
 
 

@@ -16,6 +16,7 @@ from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.doctor.cuda_driver import cuda_here
 from fatdeploy.runtimes.engines.opening import opened_engine
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.engines.protocol import Capacity, Want
 from fatdeploy.runtimes.engines.trt.build.build import BuildRequest, build_engines
 from fatdeploy.runtimes.engines.trt.modules import BUILDERS
@@ -62,7 +63,7 @@ def test_plans_give_the_references_tokens_recorded_and_not(preset: str, flavour:
 @pytest.mark.parametrize("preset", PRESETS[:2])
 def test_beams_and_prefixes_are_those_of_onnxruntime(preset: str, flavour: Flavour) -> None:
     bundle = built(preset, flavour)
-    engine, reference = opened_engine(bundle), OrtEngine(bundle, threads=1)
+    engine, reference = opened_engine(bundle), OrtEngine(bundle, OrtOptions(threads=1))
     sources = [[5, 6, 7], [8] * 20, [9]]
     for options in (BEAMS, DecodeOptions(prefix=[5, 6, 7] * 8, max_new_tokens=16)):
         found, again, expected = (decode(one, sources, options) for one in (engine, engine, reference))

@@ -25,6 +25,7 @@ from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.decoding.sources import padded
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.engines.protocol import Engine
 from fatdeploy.runtimes.proof.lockstep import TIE_MARGINS, compared, logit_agreement
 from fatdeploy.targets import Dialect
@@ -90,7 +91,11 @@ def test_the_checkpoint_is_small_and_comes_with_the_notice_of_its_data() -> None
 
 @pytest.mark.parametrize("dialect", ["ort", "standard"])
 def test_every_logit_of_every_test_word_is_the_references(dialect: Dialect) -> None:
-    engine, ids, words = OrtEngine(g2p_bundle(dialect), threads=1), ids_of_test_words(), sorted(references(), key=len)
+    engine, ids, words = (
+        OrtEngine(g2p_bundle(dialect), OrtOptions(threads=1)),
+        ids_of_test_words(),
+        sorted(references(), key=len),
+    )
     comparisons = []
     for start in range(0, len(ids), BATCH):
         source, mask = padded(ids[start : start + BATCH], engine.spec)
@@ -105,7 +110,7 @@ def test_every_logit_of_every_test_word_is_the_references(dialect: Dialect) -> N
 
 @pytest.mark.parametrize("dialect", ["ort", "standard"])
 def test_greedy_pronunciations_are_the_references(dialect: Dialect) -> None:
-    found = searched(OrtEngine(g2p_bundle(dialect), threads=1), DecodeOptions())
+    found = searched(OrtEngine(g2p_bundle(dialect), OrtOptions(threads=1)), DecodeOptions())
     other = [
         (ids, one.tokens, two.tokens)
         for ids, one, two in zip(ids_of_test_words(), found, expected(1), strict=True)
@@ -124,7 +129,7 @@ def test_a_pronunciation_that_ends_too_early_is_no_tie() -> None:
 
 @pytest.mark.parametrize(("dialect", "every"), [("ort", 1), ("standard", 4)])
 def test_beams_are_the_references(dialect: Dialect, every: int) -> None:
-    found = searched(OrtEngine(g2p_bundle(dialect), threads=1), DecodeOptions(num_beams=5), every)
+    found = searched(OrtEngine(g2p_bundle(dialect), OrtOptions(threads=1)), DecodeOptions(num_beams=5), every)
     pairs = list(zip(found, expected(5)[::every], strict=True))
     scores = np.array([(one.score, two.score) for one, two in pairs])
     apart = np.abs(scores[:, 0] - scores[:, 1])

@@ -28,7 +28,8 @@ from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.decoding.sources import padded
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
-from fatdeploy.runtimes.engines.ort.sessions import OrtOptions, _check_bfloat16
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
+from fatdeploy.runtimes.engines.ort.sessions import _check_bfloat16
 from fatdeploy.runtimes.engines.output_matrix import stored_output_rows
 from fatdeploy.runtimes.engines.protocol import StepOut, Want
 from fatdeploy.runtimes.proof.lockstep import compared
@@ -92,7 +93,7 @@ def test_weights_need_half_the_space(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "transformer-nat"])
 def test_beams_batches_and_shortlists_run_in_fp16(preset: str) -> None:
-    engine = OrtEngine(half_of(f"{preset}-tiny"), threads=1)
+    engine = OrtEngine(half_of(f"{preset}-tiny"), OrtOptions(threads=1))
     sources = [[5, 6, 7, 8, 9], [20, 21]]
     options = DecodeOptions(num_beams=3, max_new_tokens=8)
     batch, alone = decode(engine, sources, options), [decode(engine, [source], options)[0] for source in sources]
@@ -116,7 +117,7 @@ def test_output_rows_are_the_halves_of_the_references() -> None:
 
 
 def test_g2p_in_fp16_chooses_the_references_phonemes() -> None:
-    engine, words = OrtEngine(g2p_half(), threads=1), ids_of_test_words()[::4]
+    engine, words = OrtEngine(g2p_half(), OrtOptions(threads=1)), ids_of_test_words()[::4]
     assert len(words) == 500
     same = total = 0
     for start in range(0, len(words), BATCH):

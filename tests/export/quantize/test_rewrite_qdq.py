@@ -24,6 +24,7 @@ from fatdeploy.manifest import DECODER, EMBEDDING, ENCODER, PARITY, WEIGHTS, Qua
 from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.engines.output_matrix import stored_output_rows
 from fatdeploy.runtimes.engines.trt.build.build import BuildRequest, build_engines
 from fatdeploy.runtimes.proof.gate import row_kind
@@ -70,7 +71,7 @@ def test_the_gate_judges_standard_graphs_and_a_batch_is_its_rows(
     gate = json.loads(bundle.file(PARITY).read_text())["gate"]
     assert gate["agreement"]["share"] > 0.9
     assert gate["row_difference"] <= bound
-    found = verified_quantized(bundle, OrtEngine(bundle, threads=1))
+    found = verified_quantized(bundle, OrtEngine(bundle, OrtOptions(threads=1)))
     assert found.share == gate["agreement"]["share"]
     histogram = manifest.histograms[DECODER]["quantized"]
     # Six matrices a layer, the output's and the embedding; the activations of int8 beside.
@@ -81,7 +82,7 @@ def test_the_gate_judges_standard_graphs_and_a_batch_is_its_rows(
 
 @pytest.mark.parametrize("activations", ["int8", "float"])
 def test_beams_in_a_batch_are_those_of_each_source_alone(activations: Kind) -> None:
-    engine = OrtEngine(quantized_of("transformer-tiny", activations), threads=1)
+    engine = OrtEngine(quantized_of("transformer-tiny", activations), OrtOptions(threads=1))
     sources = [[5, 6, 7, 8, 9], [20, 21], [33]]
     options = DecodeOptions(num_beams=3, max_new_tokens=8)
     together = decode(engine, sources, options)

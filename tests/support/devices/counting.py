@@ -7,9 +7,10 @@ import numpy as np
 import onnxruntime
 
 from fatdeploy.bundle import Bundle
+from fatdeploy.runtimes.engines.element_types import ELEMENT_TYPES
 from fatdeploy.runtimes.engines.ort.device_memory import DeviceArray
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
-from fatdeploy.runtimes.engines.ort.row_graphs import ELEMENTS
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
 
 Value = onnxruntime.OrtValue
 
@@ -28,16 +29,16 @@ class CountingDevice:
 
     def empty(self, dtype: str, shape: tuple[int, ...]) -> DeviceArray:
         self.allocated += 1
-        value = Value.ortvalue_from_shape_and_type(shape, ELEMENTS[dtype], self.kind, self.index)
+        value = Value.ortvalue_from_shape_and_type(shape, ELEMENT_TYPES[dtype].onnx, self.kind, self.index)
         if dtype == "float32":
             value.update_inplace(np.full(shape, np.nan, np.float32))
         return DeviceArray(value, dtype, shape)
 
     def copied_in(self, array: np.ndarray) -> DeviceArray:
         self.bytes_in += array.nbytes
-        held = self.empty(str(array.dtype), array.shape)
-        held.value.update_inplace(np.ascontiguousarray(array))
-        return held
+        copy = self.empty(str(array.dtype), array.shape)
+        copy.value.update_inplace(np.ascontiguousarray(array))
+        return copy
 
     def feed(self, binding: Any, name: str, array: np.ndarray) -> None:
         self.copies[name] += 1
@@ -51,7 +52,7 @@ class CountingDevice:
 
 def on_device(bundle: Bundle, **keywords: Any) -> OrtEngine:
     """Return an engine whose arrays are on such a device."""
-    return OrtEngine(bundle, device=CountingDevice(), threads=1, **keywords)
+    return OrtEngine(bundle, OrtOptions(threads=1, **keywords), device=CountingDevice())
 
 
 def seen(array: DeviceArray) -> np.ndarray:

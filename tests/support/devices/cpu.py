@@ -14,7 +14,10 @@ from fatdeploy.bundle import Bundle, graph_hash, write_manifest
 from fatdeploy.errors import BundleError, DeviceFailed, OutOfDeviceMemory
 from fatdeploy.manifest import GRAPHS
 from fatdeploy.plans import Part, PlanRecord, Profile, SizeRange, inputs_of, outputs_of, plan_file, shapes_of
-from fatdeploy.runtimes.engines.trt.device import ALIGNMENT, Bytes, GpuIdentity, PlanTensor, Shape, Strips
+from fatdeploy.runtimes.engines.contract import graph_tensor
+from fatdeploy.runtimes.engines.ort.sessions import opened_session
+from fatdeploy.runtimes.engines.row_moves import Strips
+from fatdeploy.runtimes.engines.trt.device import ALIGNMENT, Bytes, GpuIdentity, Shape
 from fatdeploy.runtimes.engines.trt.engine import TrtEngine
 from fatdeploy.spec import ModelSpec
 from tests.support.bundles import bundle_of, shared_bundle
@@ -77,13 +80,13 @@ def trt_engine(preset: str, **options: bool) -> TrtEngine:
 
 
 class CpuDevice:
-    """One stream that does at once what it is asked for; ``fail_at`` makes the n-th allocation from now fail."""
+    """One stream that does work immediately; ``fail_at`` makes the n-th allocation from now fail."""
 
     def __init__(self, bundle: Bundle, here: GpuIdentity = HERE) -> None:
         self.here = here
         self.bundle = bundle
         self.fail_at: int | None = None
-        self.limit: int | None = None  # bytes that there are
+        self.limit: int | None = None  # bytes of the device
         self.fail_execution = False
         self.memory: dict[int, np.ndarray] = {}
         self.n_allocated = self.n_pinned = self.pinned_now = self.n_captured = self.n_launched = self.n_run = 0
@@ -96,18 +99,18 @@ class CpuDevice:
 
     @property
     def leaked(self) -> int:
-        """How many things are there that nobody gave back; pinned memory goes with its last view."""
+        """How many resources were not freed; pinned memory is freed with its last view."""
         return len(self.memory) + len(self.open)
 
     def do(self, work: Callable[[], None]) -> None:
-        """Do something now, or write it down while a recording is made."""
+        """Do the work now, or keep it while a recording is made."""
         if self.recording is None:
             work()
         else:
             self.recording.append(work)
 
     def view(self, address: int, n_bytes: int) -> Bytes:
-        """Return bytes at an address; what was freed or never allocated is an error, as is an overrun."""
+        """Return bytes at an address; raise if any were freed or never allocated."""
         base = bisect.bisect_right(starts := sorted(self.memory), address) - 1
         start = starts[base] if base >= 0 else -1
         if base < 0 or address + n_bytes > start + len(self.memory[start]):
@@ -209,7 +212,7 @@ class CpuDevice:
 
 
 class Opened:
-    """Something of the device that must be closed, once; as it is, an event: all before it is done already."""
+    """A resource of the device that must be closed once. It serves as an event: all work before it is done already."""
 
     def __init__(self, device: CpuDevice) -> None:
         self.device = device
@@ -226,7 +229,7 @@ class Opened:
 
 
 class Timed(Opened):
-    """An event whose clock ticks once for each run of a plan."""
+    """An event whose clock ticks once per run of a plan."""
 
     passed = -1
 
@@ -240,7 +243,7 @@ class Timed(Opened):
 
 
 class CpuGraph(Opened):
-    """What was asked for while it was recorded: the same addresses, whatever they are bound to by now."""
+    """Recorded work on the addresses of then, whatever is bound now."""
 
     def __init__(self, device: CpuDevice, work: list[Callable[[], None]]) -> None:
         super().__init__(device)
@@ -259,17 +262,13 @@ class CpuPlan(Opened):
     def __init__(self, device: CpuDevice, record: PlanRecord) -> None:
         super().__init__(device)
         self.record, self.spec = record, device.bundle.spec
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = 1
-        graph = device.bundle.file(GRAPHS[record.part])
-        self.session = onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+        self.session = opened_session(onnxruntime, device.bundle.file(GRAPHS[record.part]), threads=1)
         self.fixed = self.spec.fixed_axes(branches=False)
-        self.inputs = {one.name: one for one in inputs_of(self.spec, record.part)}
+        self.inputs = {tensor.name: tensor for tensor in inputs_of(self.spec, record.part)}
         self.outputs = outputs_of(self.spec, record.part)
         self.tensors = tuple(
-            PlanTensor(one.name, kind, one.dtype, tuple(x if isinstance(x, int) else -1 for x in one.shape))  # type: ignore[arg-type]
-            for kind, ones in (("input", self.inputs.values()), ("output", self.outputs))
-            for one in (tensor.fixed(self.fixed) for tensor in ones)
+            graph_tensor(tensor.fixed(self.fixed), "input" if tensor.name in self.inputs else "output")
+            for tensor in (*self.inputs.values(), *self.outputs)
         )
 
     @property
@@ -281,14 +280,14 @@ class CpuPlan(Opened):
 
     def aliased(self, name: str) -> str | None:
         pairs = zip(self.spec.state, self.spec.past, self.spec.present, strict=True)
-        return next((past.name for one, past, out in pairs if out.name == name and one.kind == "cache"), None)
+        return next((past.name for state, past, out in pairs if out.name == name and state.kind == "cache"), None)
 
     def context(self, profile: int) -> "CpuContext":
         return CpuContext(self, profile)
 
 
 class CpuContext(Opened):
-    """A run of a graph on arrays that are views of the device's memory: what is bound twice is read and written."""
+    """A run of a graph on views of the device's memory: what is bound twice is read and written."""
 
     def __init__(self, plan: CpuPlan, profile: int) -> None:
         super().__init__(plan.device)
@@ -298,7 +297,7 @@ class CpuContext(Opened):
 
     def bind(self, name: str, shape: Shape, address: int) -> None:
         if address % ALIGNMENT:
-            raise AssertionError(f"{name} stands at {address:#x}, no multiple of {ALIGNMENT}")
+            raise AssertionError(f"{name} is at {address:#x}, not a multiple of {ALIGNMENT}")
         if name in self.plan.inputs:
             least, _, most = self.plan.profile_shapes(name, self.profile)
             if len(shape) != len(least) or any(not a <= b <= c for a, b, c in zip(least, shape, most, strict=True)):
@@ -312,17 +311,18 @@ class CpuContext(Opened):
         if self.device.recording is not None and not self.n_executed:
             raise AssertionError("TensorRT must run once with its shapes before it is recorded")
         self.n_executed += 1
-        bound = dict(self.bound)  # as they are now: what is bound later changes no recording
+        bound = dict(self.bound)  # a copy: binding again later changes no recording
         self.device.do(lambda: self._run(bound))
 
     def _run(self, bound: dict[str, tuple[Shape, int]]) -> None:
         self.device.n_run += 1
         binding = self.plan.session.io_binding()
-        for one in self.plan.tensors:
-            shape, address = bound[one.name]
-            size = int(np.prod(shape, dtype=np.int64)) * np.dtype(one.dtype).itemsize
+        for tensor in self.plan.tensors:
+            shape, address = bound[tensor.name]
+            size = int(np.prod(shape, dtype=np.int64)) * np.dtype(tensor.dtype).itemsize
             value = onnxruntime.OrtValue.ortvalue_from_numpy(
-                self.device.view(address, size).view(one.dtype).reshape(shape)
+                self.device.view(address, size).view(tensor.dtype).reshape(shape)
             )
-            (binding.bind_ortvalue_input if one.kind == "input" else binding.bind_ortvalue_output)(one.name, value)
+            bind = binding.bind_ortvalue_input if tensor.kind == "input" else binding.bind_ortvalue_output
+            bind(tensor.name, value)
         self.plan.session.run_with_iobinding(binding)

@@ -1,10 +1,10 @@
-"""Stand-ins for the modules of CUDA and TensorRT over the test device: what code of ours calls, and nothing more.
+"""Stand-ins for the modules of CUDA and TensorRT on the test device: what our code calls, and nothing more.
 
-They run where the real ones cannot: without a GPU. Names that they have and TensorRT has not are a failure of a test.
+They run without a GPU. A test fails if they have a name that TensorRT does not have.
 """
 
 # ruff: noqa: N801, N802, N815
-# These are the names of CUDA.
+# The names are CUDA's.
 
 import ctypes
 from collections.abc import Callable
@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from fatdeploy.errors import DeviceFailed, OutOfDeviceMemory
-from fatdeploy.runtimes.engines.trt.device import Bytes, Strips
+from fatdeploy.runtimes.engines.row_moves import Strips
+from fatdeploy.runtimes.engines.trt.device import Bytes
 from tests.support.devices.cpu import MAGIC, CpuContext, CpuDevice, CpuPlan, Opened, Timed
 
 
@@ -121,8 +122,8 @@ class FakeCuda:
     def cudaEventCreate(self) -> tuple[Any, ...]:
         return (*OK, Timed(self.device))
 
-    def cudaEventElapsedTime(self, begun: Timed, ended: Timed) -> tuple[Any, ...]:
-        return (*OK, 1e3 * ended.seconds_since(begun))
+    def cudaEventElapsedTime(self, start: Timed, end: Timed) -> tuple[Any, ...]:
+        return (*OK, 1e3 * end.seconds_since(start))
 
     def cudaEventRecord(self, event: Opened, stream: int) -> tuple[Any, ...]:
         event.record()
@@ -214,27 +215,27 @@ class IExecutionContext:
         self._memory = memory, size
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        return self._said(lambda: self._context.bind(name, shape, 0))
+        return self._succeeds(lambda: self._context.bind(name, shape, 0))
 
     def set_tensor_address(self, name: str, memory: int) -> bool:
-        # Shapes of outputs follow from those of inputs: TensorRT is not told them.
+        # TensorRT infers the shapes of outputs from those of inputs.
         sizes: dict[str, int] = {}
-        for one in self._plan.inputs.values():
-            if one.name in self._context.bound:
-                shape, _ = self._context.bound[one.name]
-                sizes |= dict(zip(one.shape, shape, strict=True))  # type: ignore[arg-type]
-        tensor = next(one for one in (*self._plan.inputs.values(), *self._plan.outputs) if one.name == name)
-        return self._said(lambda: self._context.bind(name, tensor.sized(sizes), memory))
+        for spec in self._plan.inputs.values():
+            if spec.name in self._context.bound:
+                shape, _ = self._context.bound[spec.name]
+                sizes |= dict(zip(spec.shape, shape, strict=True))  # type: ignore[arg-type]
+        tensor = next(spec for spec in (*self._plan.inputs.values(), *self._plan.outputs) if spec.name == name)
+        return self._succeeds(lambda: self._context.bind(name, tensor.sized(sizes), memory))
 
     def infer_shapes(self) -> list[str]:
-        return [one.name for one in self._plan.tensors if one.name not in self._context.bound]
+        return [tensor.name for tensor in self._plan.tensors if tensor.name not in self._context.bound]
 
     def execute_async_v3(self, stream_handle: int) -> bool:
         assert stream_handle == 4242
         self._plan.device.view(*self._memory)
-        return self._said(self._context.execute)
+        return self._succeeds(self._context.execute)
 
-    def _said(self, work: Callable[[], None]) -> bool:
+    def _succeeds(self, work: Callable[[], None]) -> bool:
         try:
             work()
         except DeviceFailed as error:
@@ -250,7 +251,7 @@ class IExecutionContext:
 class ICudaEngine:
     def __init__(self, plan: CpuPlan, logger: ILogger) -> None:
         self._plan, self._logger = plan, logger
-        self._tensors = {one.name: one for one in plan.tensors}
+        self._tensors = {tensor.name: tensor for tensor in plan.tensors}
         self.num_io_tensors = len(plan.tensors)
         self.num_optimization_profiles = plan.n_profiles
         self.device_memory_size_v2 = 4096
@@ -291,7 +292,8 @@ class Runtime:
         self._logger = logger
 
     def deserialize_cuda_engine(self, serialized_engine: bytes) -> ICudaEngine | None:
-        records = [one for one in self._device.bundle.manifest.plans if serialized_engine == MAGIC + one.part.encode()]
+        plans = self._device.bundle.manifest.plans
+        records = [record for record in plans if serialized_engine == MAGIC + record.part.encode()]
         if not records:
             self._logger.log(Severity.ERROR, "Error Code 1:\n  magic tag does not match")
             return None

@@ -1,4 +1,4 @@
-"""What TensorRT says during a build: all of it to a file of the bundle, what matters to the log too."""
+"""TensorRT's messages during a build: all of them go to a file in the bundle, those that matter to the log too."""
 
 import logging
 import re
@@ -7,21 +7,21 @@ from typing import TextIO
 
 log = logging.getLogger("fatdeploy")
 
-# Said of every input and output of whole numbers, which the contract has as int64, and the network was compared with.
+# TensorRT warns of every int64 input and output; they are int64 in the contract, which the network was compared with.
 KNOWN = re.compile(r"Make sure (input|output) \S+ has Int64 binding")
-# Folders of this machine in front of a file's name. Names of nodes have slashes too, but none in front.
+# Folders of this machine before a file name. Names of nodes contain slashes too, but do not begin with one.
 FOLDERS = re.compile(r"(?:(?<=[\s'\"(=])|^)/(?:[^\s/'\"]+/)+")
 
 
 class BuildLog:
-    """Writes what it hears, without paths of this machine: a bundle goes elsewhere."""
+    """Writes messages without paths of this machine, because a bundle is copied to others."""
 
     def __init__(self, file: TextIO, name: str, folder: Path) -> None:
         self.errors: list[str] = []
         self._file, self._name, self._folder = file, name, folder
 
     def hear(self, level: int, message: str) -> None:
-        """Take in a message."""
+        """Write a message."""
         message = FOLDERS.sub("", message.replace(f"{self._folder}/", ""))
         self._file.write(f"{logging.getLevelName(level)} {message}\n")
         if level >= logging.ERROR:

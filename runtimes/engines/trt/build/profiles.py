@@ -1,4 +1,4 @@
-"""Sizes that an engine is built for: from what was asked and the model's limits to one range an axis."""
+"""Sizes that an engine is built for: one range per axis, from the request and the model's limits."""
 
 from collections.abc import Mapping, Sequence
 from typing import get_args
@@ -12,32 +12,32 @@ Triple = tuple[Shape, Shape, Shape]
 
 MOST_BATCH, MOST_BEAMS = 8, 4
 USUAL_LENGTH = 32
-# Tokens of a prefix that one call takes. Logits of all of them are computed, so that many cost memory.
+# Tokens of a prefix that one call takes. Logits of all of them are computed, which costs memory.
 MOST_STEP = 16
 FORM = "AXIS=SIZE, AXIS=LEAST:MOST or AXIS=LEAST:USUAL:MOST, with commas between axes"
 
 
-def profiles_from_text(given: Sequence[str]) -> tuple[Ranges, ...]:
-    """Return the ranges that options such as ``batch=1:8,source=1:32:128`` say; all that is wrong is told at once."""
-    found, reasons = [], []
-    for text in given:
+def profiles_from_text(texts: Sequence[str]) -> tuple[Ranges, ...]:
+    """Return the ranges in options such as ``batch=1:8,source=1:32:128``; raise with everything that is wrong."""
+    profiles, reasons = [], []
+    for text in texts:
         ranges: Ranges = {}
         for part in text.split(","):
             axis, _, sizes = part.strip().partition("=")
             try:
-                one = _range_from_text(sizes)
+                size_range = _range_from_text(sizes)
             except ValueError as error:
                 reasons.append(f"{part.strip()!r}: {error}")
                 continue
             if axis not in SIZED:
                 reasons.append(f"{part.strip()!r}: the axes are {', '.join(SIZED)}")
             elif axis in ranges:
-                reasons.append(f"{text!r}: {axis} has two ranges; say --profile twice for two profiles")
-            ranges[axis] = one
-        found.append(ranges)
+                reasons.append(f"{text!r}: {axis} has two ranges; pass --profile twice for two profiles")
+            ranges[axis] = size_range
+        profiles.append(ranges)
     if reasons:
         raise ConfigError(in_one_line("--profile refused", reasons))
-    return tuple(found)
+    return tuple(profiles)
 
 
 def _range_from_text(text: str) -> SizeRange:
@@ -48,27 +48,27 @@ def _range_from_text(text: str) -> SizeRange:
     return SizeRange(least=sizes[0], usual=sizes[-2] if len(sizes) == 3 else sizes[-1], most=sizes[-1])
 
 
-def profiles_of(spec: ModelSpec, asked: Sequence[Ranges]) -> tuple[Profile, ...]:
-    """Return a model's profiles: one of its own if nothing was asked; axes that nobody spoke of get their usual range.
+def profiles_of(spec: ModelSpec, requested: Sequence[Ranges]) -> tuple[Profile, ...]:
+    """Return a model's profiles, by default a single one; axes that are not mentioned get their default range.
 
-    What the model cannot do is refused, all of it at once.
+    Raise with everything that the model does not support.
     """
     axes = axes_of(inputs_of(spec, "decoder"))
     profiles, reasons = [], []
-    for number, given in enumerate(asked or ({},), 1):
-        ranges = {**_usual(spec, given.get("batch")), **given}
-        ranges = {axis: ranges[axis] for axis in SIZED if axis in axes or axis in given}
+    for number, request in enumerate(requested or ({},), 1):
+        ranges = {**_default_ranges(spec, request.get("batch")), **request}
+        ranges = {axis: ranges[axis] for axis in SIZED if axis in axes or axis in request}
         reasons += [f"profile {number}: {reason}" for reason in _wrong(spec, axes, ranges)]
         profiles.append(Profile(sizes=ranges))
         if profiles[-1] in profiles[:-1]:
-            reasons.append(f"profile {number}: it is profile {profiles.index(profiles[-1]) + 1} again")
+            reasons.append(f"profile {number}: it repeats profile {profiles.index(profiles[-1]) + 1}")
     if reasons:
-        raise ConfigError(in_one_line("engines cannot be built so", reasons))
+        raise ConfigError(in_one_line("profiles refused", reasons))
     return tuple(profiles)
 
 
-def _usual(spec: ModelSpec, batch: SizeRange | None) -> Ranges:
-    """Return the ranges of a profile that nothing more is said of; beams make rows of sources."""
+def _default_ranges(spec: ModelSpec, batch: SizeRange | None) -> Ranges:
+    """Return the default ranges of a profile; beams multiply sources to rows."""
     batch = batch or SizeRange(least=1, usual=1, most=MOST_BATCH)
     length = min(USUAL_LENGTH, spec.max_source)
     step = SizeRange(least=1, usual=1, most=min(MOST_STEP, spec.max_target))
@@ -94,8 +94,8 @@ def _wrong(spec: ModelSpec, axes: Sequence[str], ranges: Ranges) -> list[str]:
             for which in ("least", "usual", "most")
         ]
         reasons += [
-            f"every source has as many rows, so that the {which} rows are a multiple of the {which} batch; found "
-            f"{rows} rows of {batch} sources"
+            f"every source has the same number of rows, so the {which} rows must be a multiple of the {which} batch; "
+            f"found {rows} rows of {batch} sources"
             for which, batch, rows in sizes
             if rows % batch
         ]
@@ -105,20 +105,20 @@ def _wrong(spec: ModelSpec, axes: Sequence[str], ranges: Ranges) -> list[str]:
 def shapes_by_input(spec: ModelSpec, part: Part, profile: Profile) -> dict[str, Triple]:
     """Return the least, usual and largest shape of every input of a part."""
     fixed = spec.fixed_axes(branches=False)
-    return {one.name: shapes_of(one, profile, fixed) for one in inputs_of(spec, part)}
+    return {tensor.name: shapes_of(tensor, profile, fixed) for tensor in inputs_of(spec, part)}
 
 
 def check_shapes(spec: ModelSpec, part: Part, shapes: Mapping[str, Triple]) -> None:
-    """Raise for what TensorRT's builder would take without a word: names of no input, one axis with two ranges."""
+    """Raise for what TensorRT's builder silently accepts: names of no input, two ranges of one axis."""
     fixed = spec.fixed_axes(branches=False)
-    known = {one.name: one.fixed(fixed) for one in inputs_of(spec, part)}
-    reasons = [f"it has shapes of {name}, which is no input" for name in shapes if name not in known]
-    reasons += [f"it has no shapes of {name}" for name in known if name not in shapes]
+    inputs = {tensor.name: tensor.fixed(fixed) for tensor in inputs_of(spec, part)}
+    reasons = [f"it has shapes for {name}, which is not an input" for name in shapes if name not in inputs]
+    reasons += [f"it has no shapes for {name}" for name in inputs if name not in shapes]
     ranges: dict[str, dict[Shape, list[str]]] = {}
     for name, triple in shapes.items():
-        axes = known[name].shape if name in known else ()
+        axes = inputs[name].shape if name in inputs else ()
         if any(len(shape) != len(axes) for shape in triple):
-            reasons += [f"{name} has {len(axes)} axes, not those of {triple}"] if name in known else []
+            reasons += [f"{name} has {len(axes)} axes, not those of {triple}"] if name in inputs else []
             continue
         for place, axis in enumerate(axes):
             sizes = tuple(shape[place] for shape in triple)
@@ -126,10 +126,10 @@ def check_shapes(spec: ModelSpec, part: Part, shapes: Mapping[str, Triple]) -> N
                 reasons.append(f"{name} must have {axis} at place {place}, found {sizes}")
             elif not isinstance(axis, int):
                 ranges.setdefault(axis, {}).setdefault(sizes, []).append(name)
-    for symbol, found in ranges.items():
-        if len(found) > 1:
-            said = ", ".join(f"{sizes} in {' and '.join(names)}" for sizes, names in found.items())
-            reasons.append(f"{symbol} must have one range, found {said}")
+    for symbol, names_by_sizes in ranges.items():
+        if len(names_by_sizes) > 1:
+            shown = ", ".join(f"{sizes} in {' and '.join(names)}" for sizes, names in names_by_sizes.items())
+            reasons.append(f"{symbol} must have one range, found {shown}")
     if reasons:
         raise SpecMismatch(in_one_line("optimization profile refused", reasons))
 
