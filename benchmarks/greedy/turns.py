@@ -1,14 +1,11 @@
-"""One turn of an engine in a process of its own: what is loaded, decoded, checked, and only then timed.
+"""One turn of ``greedy`` in a process of its own: an engine is loaded, its tokens are checked, then it is timed.
 
-Nothing here imports torch unless the reference takes its turn: the memory and the idle threads would be ours.
+torch is imported for the reference alone: it would add its memory and idle threads to every other engine.
 """
 
 import importlib
-import json
-import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,78 +13,25 @@ from typing import Any, Literal
 import numpy as np
 
 import fatdeploy
-from benchmarks.harness.decoders import (
-    IMPORTED,
-    Decoder,
-    EngineName,
-    Translating,
-    bundle_decoder,
-    plain_decoder,
-    reference_decoder,
-    repeated,
-    timed_steps,
-)
-from benchmarks.harness.measuring import Phases, code_digest
-from benchmarks.harness.memory_alone import resident_bytes
+from benchmarks.harness.memory import resident_bytes
+from benchmarks.harness.rounds import print_turn
+from benchmarks.harness.settings import NEIGHBOURS, DecodeSizes, EngineSetting
+from benchmarks.harness.timing import Phases, repeated, timed_steps
+from benchmarks.peers.decoders import IMPORTED, Decoder, loaded_decoder
 from fatdeploy.bundle import read_bundle
 from fatdeploy.manifest import WEIGHTS
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.proof.probes import Probe, read_probes
 from fatdeploy.spec import Tokens
 
-Part = Literal["greedy", "positions", "memory", "export"]
-
-# What is computed without quantization, by our name and by CTranslate2's.
-FP32, FLOAT32 = EXACT = "fp32", "float32"
-FOLDERS: dict[EngineName, str] = {"fatdeploy": "bundle", "ctranslate2": "ctranslate2", "plain": "growing-caches"}
-NEIGHBOURS = 4  # steps on either side of a position that are timed with it
-
-
-@dataclass(frozen=True)
-class Cache:
-    """Where a preset's bundle, CTranslate2 model and sources are; other exporting code has another folder."""
-
-    root: Path
-    preset: str
-
-    @property
-    def folder(self) -> Path:
-        return self.root / f"{self.preset}-{code_digest('fatdeploy', 'export')}"
-
-    @property
-    def bundle(self) -> Path:
-        return self.model("fatdeploy")
-
-    @property
-    def ctranslate2(self) -> Path:
-        return self.model("ctranslate2")
-
-    def model(self, engine: EngineName, precision: str = FP32) -> Path:
-        """Return the folder that an engine loads; the reference loads none."""
-        return self.folder / (FOLDERS[engine] if precision in EXACT else f"{FOLDERS[engine]}-{precision}")
-
-    def probe(self, batch: int, source: int, target: int) -> Path:
-        """Sources and the reference's greedy tokens."""
-        return self.folder / f"greedy-{batch}-{source}-{target}.npz"
-
-    def beams(self, batch: int, beams: int, source: int, target: int) -> Path:
-        """Sources and the reference's best targets, of one step and of all."""
-        return self.folder / f"beams-{batch}-{beams}-{source}-{target}.npz"
-
-    def forced(self, batch: int, source: int, target: int) -> Path:
-        """Sources, the tokens that are read, and those that the reference would say after each."""
-        return self.folder / f"forced-{batch}-{source}-{target}.npz"
+GreedyPart = Literal["greedy", "positions", "memory", "export"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class GreedySizes(DecodeSizes):
     """What all turns of a run have in common."""
 
-    cache: str
-    source: int
-    target: int
-    repetitions: int
-    positions: tuple[int, int] = (10, 400)  # of the part of that name
+    positions: tuple[int, int]  # an early and a late step, whose costs are compared
 
     @property
     def forced_steps(self) -> int:
@@ -96,33 +40,17 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """Which engine decodes, and how."""
-
-    preset: str
-    engine: EngineName
-    precision: str = FP32  # by the engine's own name for it
-    batch: int
-    threads: int
-    workers: int = 1  # of CTranslate2: the batch is split over them
-
-    def model(self, cache: Cache) -> Path | None:
-        """Return the folder that is loaded, if any is."""
-        return cache.model(self.engine, self.precision) if self.engine in FOLDERS else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Turn(Setting):
+class GreedyTurn(EngineSetting):
     """Which engine does what, in which setting."""
 
-    part: Part
+    part: GreedyPart
 
 
-def greedy(turn: Turn, sizes: Sizes) -> dict[str, Any]:
+def greedy(turn: GreedyTurn, sizes: GreedySizes) -> dict[str, Any]:
     """Return seconds to load, and the phases of each repetition."""
-    cache = Cache(Path(sizes.cache), turn.preset)
-    [probe] = read_probes(cache.probe(turn.batch, sizes.source, sizes.target))
-    folder = turn.model(cache)
+    models = sizes.models(turn.preset)
+    [probe] = read_probes(models.probe(turn.batch, sizes.source, sizes.target))
+    folder = turn.model(models)
     importlib.import_module(IMPORTED[turn.engine])
     started = time.perf_counter()
     decoder = loaded_decoder(turn, folder, probe)
@@ -138,56 +66,46 @@ def greedy(turn: Turn, sizes: Sizes) -> dict[str, Any]:
 def _checked(decoder: Decoder, probe: Probe, target: int) -> Phases:
     phases, tokens = decoder.decoded(target)
     if not np.array_equal(tokens, probe.tokens[:, :target]):
-        raise SystemExit("the tokens are not those of the reference: no time was recorded")
+        raise SystemExit("the tokens differ from the reference's: no time was recorded")
     return phases
 
 
-def loaded_decoder(setting: Setting, folder: Path | None, probe: Probe) -> Decoder:
-    """Return an engine that has loaded its model."""
-    if folder is None:
-        return reference_decoder(setting.preset, probe, setting.threads)
-    if setting.engine == "ctranslate2":
-        chosen = {"threads": setting.threads, "workers": setting.workers, "compute_type": setting.precision}
-        return Translating(folder, probe, **chosen)
-    return (plain_decoder if setting.engine == "plain" else bundle_decoder)(folder, probe, setting.threads)
-
-
-def positions(turn: Turn, sizes: Sizes) -> list[Phases]:
-    """Return seconds of single steps around an early and a late position, with their neighbours."""
-    cache = Cache(Path(sizes.cache), turn.preset)
-    engine = OrtEngine(read_bundle(cache.bundle), threads=turn.threads)
-    with np.load(cache.forced(turn.batch, sizes.source, sizes.forced_steps)) as file:
-        source, read, tokens = file["source"], file["read"], file["tokens"]
-    runs = [_step_times(engine, source, read, tokens) for _ in range(1 + sizes.repetitions)][1:]
+def positions(turn: GreedyTurn, sizes: GreedySizes) -> list[Phases]:
+    """Return seconds of single steps around an early and a late position."""
+    models = sizes.models(turn.preset)
+    engine = OrtEngine(read_bundle(models.bundle), threads=turn.threads)
+    with np.load(models.forced(turn.batch, sizes.source, sizes.forced_steps)) as file:
+        source, inputs, tokens = file["source"], file["read"], file["tokens"]
+    runs = [_step_seconds(engine, source, inputs, tokens) for _ in range(1 + sizes.repetitions)][1:]
     return [
-        {f"position_{position}": float(times[position + offset]) for position in sizes.positions}
-        for times in runs
+        {f"position_{position}": float(seconds[position + offset]) for position in sizes.positions}
+        for seconds in runs
         for offset in range(-NEIGHBOURS, NEIGHBOURS + 1)
     ]
 
 
-def _step_times(engine: OrtEngine, source: Tokens, read: Tokens, expected: Tokens) -> np.ndarray:
-    """Return seconds of each step on tokens that are given: which ones it reads may change what a step costs."""
-    times, found = timed_steps(engine, source, np.ones_like(source, bool), read)
-    if not np.array_equal(found, expected):
-        raise SystemExit("the tokens are not those of the reference: no time was recorded")
-    return times
+def _step_seconds(engine: OrtEngine, source: Tokens, inputs: Tokens, expected: Tokens) -> np.ndarray:
+    """Return seconds of each step on prescribed inputs: a hybrid step may cost more or less by its input."""
+    seconds, tokens = timed_steps(engine, source, np.ones_like(source, bool), inputs)
+    if not np.array_equal(tokens, expected):
+        raise SystemExit("the tokens differ from the reference's: no time was recorded")
+    return seconds
 
 
-def memory(turn: Turn, sizes: Sizes) -> dict[str, Any]:
-    """Return what a process holds after it loaded a bundle, and after its first decode."""
-    cache = Cache(Path(sizes.cache), turn.preset)
-    [probe] = read_probes(cache.probe(turn.batch, sizes.source, sizes.target))
+def memory(turn: GreedyTurn, sizes: GreedySizes) -> dict[str, Any]:
+    """Return the memory of a process after it loaded a bundle, and after its first decode."""
+    models = sizes.models(turn.preset)
+    [probe] = read_probes(models.probe(turn.batch, sizes.source, sizes.target))
     importlib.import_module("onnxruntime")
     imported = resident_bytes()
-    model = fatdeploy.load(cache.bundle, threads=turn.threads)
+    model = fatdeploy.load(models.bundle, threads=turn.threads)
     loaded = resident_bytes()
     sources = [row[real] for row, real in zip(probe.source, probe.mask, strict=True)]
-    found = model.generate(sources, fatdeploy.DecodeOptions(max_new_tokens=sizes.target))
+    hypotheses = model.generate(sources, fatdeploy.DecodeOptions(max_new_tokens=sizes.target))
     decoded = resident_bytes()
-    for row, one in zip(probe.tokens.tolist(), found, strict=True):
-        if list(one.tokens) != row[: len(one.tokens)]:
-            raise SystemExit("the tokens are not those of the reference: no memory was recorded")
+    for row, hypothesis in zip(probe.tokens.tolist(), hypotheses, strict=True):
+        if list(hypothesis.tokens) != row[: len(hypothesis.tokens)]:
+            raise SystemExit("the tokens differ from the reference's: no memory was recorded")
     weights = model.bundle.file(WEIGHTS).stat().st_size
     return {
         "after_import_bytes": imported,
@@ -197,8 +115,8 @@ def memory(turn: Turn, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def export(turn: Turn, sizes: Sizes) -> dict[str, Any]:
-    """Return seconds of one export, from a model in memory to a certified bundle, which is not kept."""
+def export(turn: GreedyTurn, sizes: GreedySizes) -> dict[str, Any]:
+    """Return seconds of one export, from a model in memory to a certified bundle, which is then deleted."""
     import torch
 
     from fatdeploy.export.pipeline import Origin, write_bundle
@@ -212,20 +130,8 @@ def export(turn: Turn, sizes: Sizes) -> dict[str, Any]:
         return {"seconds": time.perf_counter() - started}
 
 
-PARTS: dict[Part, Callable[[Turn, Sizes], Any]] = {
-    "greedy": greedy,
-    "positions": positions,
-    "memory": memory,
-    "export": export,
-}
-
-
-def main() -> None:
-    """Do the turn that the argument describes, and print its result."""
-    described = json.loads(sys.argv[1])
-    turn, sizes = Turn(**described["turn"]), Sizes(**described["sizes"])
-    print(json.dumps(PARTS[turn.part](turn, sizes)))
+PARTS = {"greedy": greedy, "positions": positions, "memory": memory, "export": export}
 
 
 if __name__ == "__main__":
-    main()
+    print_turn(GreedyTurn, GreedySizes, lambda turn, sizes: PARTS[turn.part](turn, sizes))

@@ -1,7 +1,7 @@
-"""What an application holds that does nothing but load a model and decode with it; prints JSON.
+"""The memory of an application that only loads a model and decodes with it; prints JSON.
 
-Nothing else of the benchmarks is imported: their modules would weigh on a small engine and on a large one alike, and
-make the two look more alike than they are.
+Other modules of the benchmarks are not imported: their memory would blur the ratio between a small engine and a large
+one.
 """
 
 import json
@@ -10,55 +10,43 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.memory import resident_bytes, status_bytes
+
 Decode = Callable[[], object]
 
 
-def with_fatdeploy(asked: dict[str, Any]) -> Decode:
-    """Load a bundle; return what decodes the sources."""
+def with_fatdeploy(described: dict[str, Any]) -> Decode:
+    """Load a bundle; return a function that decodes the sources."""
     import fatdeploy
 
-    model = fatdeploy.load(asked["folder"], threads=asked["threads"])
-    options = fatdeploy.DecodeOptions(max_new_tokens=asked["target"], min_new_tokens=asked["target"])
-    return lambda: model.generate(asked["sources"], options)
+    model = fatdeploy.load(described["folder"], threads=described["threads"])
+    options = fatdeploy.DecodeOptions(max_new_tokens=described["target"], min_new_tokens=described["target"])
+    return lambda: model.generate(described["sources"], options)
 
 
-def with_ctranslate2(asked: dict[str, Any]) -> Decode:
-    """Load a model of CTranslate2; return what decodes the sources."""
+def with_ctranslate2(described: dict[str, Any]) -> Decode:
+    """Load a CTranslate2 model; return a function that decodes the sources."""
     from benchmarks.peers.ctranslate2_decoding import Translation
 
-    setting = {"threads": asked["threads"], "workers": asked["workers"], "compute_type": asked["precision"]}
-    translation = Translation(Path(asked["folder"]), **setting)
-    sources = [[str(token) for token in row] for row in asked["sources"]]
-    return lambda: translation.results(sources, asked["target"])
+    setting = {"threads": described["threads"], "workers": described["workers"], "compute_type": described["precision"]}
+    translation = Translation(Path(described["folder"]), **setting)
+    sources = [[str(token) for token in row] for row in described["sources"]]
+    return lambda: translation.results(sources, described["target"])
 
 
 ENGINES = {"fatdeploy": with_fatdeploy, "ctranslate2": with_ctranslate2}
 
 
-def resident_bytes() -> int:
-    """Return how much of this process is in memory; Linux tells it."""
-    return _status_bytes("VmRSS:")
-
-
-def peak_bytes() -> int:
-    """Return how much of this process ever was in memory at once."""
-    return _status_bytes("VmHWM:")
-
-
-def _status_bytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    [kilobytes] = [line.split()[1] for line in lines if line.startswith(name)]
-    return int(kilobytes) * 1024
-
-
 def main() -> None:
-    """Load, decode twice, and print what was held after each."""
-    asked = json.loads(sys.argv[1])
-    decode = ENGINES[asked["engine"]](asked)
+    """Load, decode twice, and print the memory after loading, after decoding and at the peak."""
+    described = json.loads(sys.argv[1])
+    decode = ENGINES[described["engine"]](described)
     loaded = resident_bytes()
     for _ in range(2):
         decode()
-    print(json.dumps({"after_load_bytes": loaded, "after_decode_bytes": resident_bytes(), "peak_bytes": peak_bytes()}))
+    # Not bench.timing.peak_bytes: that import would add to the memory of CTranslate2.
+    peak = status_bytes("VmHWM")
+    print(json.dumps({"after_load_bytes": loaded, "after_decode_bytes": resident_bytes(), "peak_bytes": peak}))
 
 
 if __name__ == "__main__":
