@@ -8,7 +8,7 @@ import numpy as np
 
 from fatdeploy.runtimes.bench.timing import Times
 from fatdeploy.runtimes.engines.protocol import Capacity, State, StepOut, Stepper, Want
-from fatdeploy.runtimes.proof.lockstep import greedy_calls, step_logits
+from fatdeploy.runtimes.proof.lockstep import greedy_calls
 from fatdeploy.spec import Mask, Tokens
 
 Phases = dict[str, float]  # seconds
@@ -50,7 +50,7 @@ def timed_greedy(engine: Stepper[Any], source: Tokens, mask: Mask, target: int) 
     for logits in greedy_calls(clocked, source, mask, target):
         last = logits
     encoded, _, first, *_ = clocked.marks
-    # The stepping helper keeps its choices to itself: a step's choice is the input of the next one.
+    # The stepping helper yields no tokens: the choice of a step is the input of the next one.
     tokens = np.concatenate([*clocked.inputs[1:], last.argmax(-1)], 1)
     return phases_of(encoded - started, first - encoded, clocked.marks[-1] - started, target), tokens
 
@@ -74,7 +74,8 @@ def timed_steps(engine: Stepper[State], source: Tokens, mask: Mask, inputs: Toke
     seconds, tokens = np.empty(inputs.shape[1]), np.empty_like(inputs)
     for step in range(inputs.shape[1]):
         started = time.perf_counter()
-        tokens[:, step] = step_logits(engine, inputs[:, step : step + 1], state)[:, 0].argmax(-1)
+        logits = engine.step(inputs[:, step : step + 1], state, Want.LOGITS).logits
+        tokens[:, step] = logits[:, 0].argmax(-1)
         seconds[step] = time.perf_counter() - started
     engine.release(state)
     return seconds, tokens
