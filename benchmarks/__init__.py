@@ -1,1 +1,1 @@
-"""What is measured, and how. Run a module from the repository's folder: ``python -m benchmarks.greedy.run``."""
+"""Benchmarks. Run them from the root of the repository: ``python -m benchmarks.greedy.run``."""

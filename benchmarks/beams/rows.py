@@ -1,10 +1,9 @@
-"""Time the two ways in which beams can share caches, an attention at a time: copied rows, or indirection; writes JSON.
+"""Time the two ways in which beams can share caches in one attention: copied rows, or indirection; writes JSON.
 
-Rows that continue another one are copied before the step, or the attention is told which row holds each position. Both
-must give the same numbers before a time is recorded. Minimum of many calls, in turns.
+Either rows that continue another row are copied before the step, or the attention reads which row holds each position.
+Both must give the same numbers before a time is recorded. The result is the minimum of many alternating calls.
 """
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,8 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
-from benchmarks.harness.measuring import RESULTS, provenance
+from benchmarks.harness.provenance import RESULTS
+from benchmarks.harness.recording import out_option, write_result
 from fatdeploy.runtimes.engines.protocol import Floats
 from fatdeploy.runtimes.engines.row_moves import move_rows
 from fatdeploy.spec import cache_specs
@@ -30,7 +30,7 @@ Run = Callable[[], Any]
 
 
 def attention(rows: int, capacity: int, *, indirect: bool) -> bytes:
-    """Return a graph of one cached self-attention that reads a token a row."""
+    """Return a graph of one cached self-attention that reads one token per row."""
     cache, token = (rows, HEADS, capacity, WIDTH), (rows, 1, HEADS * WIDTH)
     shapes = {"q": token, "k": token, "v": token, "past_k": cache, "past_v": cache, "position": (1,)}
     names = {**dict.fromkeys(shapes, TensorProto.FLOAT), "position": TensorProto.INT32}
@@ -56,7 +56,7 @@ def attention(rows: int, capacity: int, *, indirect: bool) -> bytes:
 
 
 def bound(graph: bytes, arrays: dict[str, np.ndarray]) -> tuple[Run, Floats]:
-    """Return one call of a graph whose caches are written in place, and what it writes into."""
+    """Return a call of a graph that writes its caches in place, and the array of its output."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
@@ -71,25 +71,25 @@ def bound(graph: bytes, arrays: dict[str, np.ndarray]) -> tuple[Run, Floats]:
 
 
 def ways(sources: int, position: int) -> dict[str, Run]:
-    """Return a call of each way, and the copy of a row a source; the numbers of both ways were compared."""
+    """Return a call of each way, and the copy of one row per source, after comparing the numbers of both ways."""
     draw, rows = np.random.default_rng(0), sources * BEAMS
     capacity = position + 1
     arrays = {name: draw.standard_normal((rows, 1, HEADS * WIDTH), np.float32) for name in "qkv"}
     arrays["position"] = np.array([position], np.int32)
     caches = {name: draw.standard_normal((rows, HEADS, capacity, WIDTH), np.float32) for name in ("past_k", "past_v")}
     holders = draw.integers(0, BEAMS, (sources, BEAMS, capacity), np.int32)
-    # What the copies of all steps before have made of the caches, position by position.
+    # The caches after the copies of all earlier steps, position by position.
     owners = (holders + BEAMS * np.arange(sources)[:, None, None]).reshape(rows, capacity)
     copied = {
         name: np.ascontiguousarray(cache[owners, :, np.arange(capacity)].swapaxes(1, 2))
         for name, cache in caches.items()
     }
     plain, expected = bound(attention(rows, capacity, indirect=False), {**arrays, **copied})
-    told = {"beams": np.array([BEAMS], np.int32), "holders": holders}
-    indirect, found = bound(attention(rows, capacity, indirect=True), {**arrays, **caches, **told})
+    indirection = {"beams": np.array([BEAMS], np.int32), "holders": holders}
+    indirect, result = bound(attention(rows, capacity, indirect=True), {**arrays, **caches, **indirection})
     plain()
     indirect()
-    if np.abs(found - expected).max() > TOLERANCE:
+    if np.abs(result - expected).max() > TOLERANCE:
         raise SystemExit("indirection gives other numbers than copied rows: no time was recorded")
     parents = np.arange(rows).reshape(sources, BEAMS)
     parents[:, -1] = parents[:, 0]
@@ -102,7 +102,7 @@ def ways(sources: int, position: int) -> dict[str, Run]:
 
 
 def least_us(runs: dict[str, Run], calls: int) -> dict[str, float]:
-    """Return the least time of each, in microseconds."""
+    """Return the shortest time of each call, in microseconds."""
     least = dict.fromkeys(runs, np.inf)
     for _ in range(ROUNDS):
         for name, run in runs.items():
@@ -117,7 +117,7 @@ def least_us(runs: dict[str, Run], calls: int) -> dict[str, float]:
 @click.option("--position", "positions", multiple=True, type=click.IntRange(1), default=(16, 63, 200))
 @click.option("--sources", multiple=True, type=click.IntRange(1), default=(1, 8))
 @click.option("--calls", default=3000, show_default=True, type=click.IntRange(ROUNDS))
-@click.option("--out", type=click.Path(path_type=Path), default=OUT, show_default=False)
+@out_option(OUT)
 def main(positions: tuple[int, ...], sources: tuple[int, ...], calls: int, out: Path) -> None:
     """Measure, and write the result."""
     rows = [
@@ -126,7 +126,6 @@ def main(positions: tuple[int, ...], sources: tuple[int, ...], calls: int, out: 
         for position in positions
     ]
     result = {
-        **provenance(("fatdeploy", "onnxruntime", "numpy")),
         "precision": "fp32",
         "threads": 1,
         "heads": HEADS,
@@ -136,9 +135,7 @@ def main(positions: tuple[int, ...], sources: tuple[int, ...], calls: int, out: 
         "numbers_checked": True,
         "results": rows,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=2) + "\n")
-    click.echo(f"wrote {out}")
+    write_result(out, result, ("fatdeploy", "onnxruntime", "numpy"))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The bundled grapheme-to-phoneme model: errors and words a second."""
+"""The bundled grapheme-to-phoneme model: errors and words per second."""

@@ -10,27 +10,27 @@ from fatdeploy import DecodeOptions
 
 
 def main() -> None:
-    """Pronounce the words, so many times; print what was said and the seconds of each time."""
-    asked = json.loads(sys.argv[1])
-    words = Path(asked["words"]).read_text().split()
-    options = DecodeOptions(num_beams=asked["beams"])
-    seconds, said = [], []
-    with fatdeploy.load(asked["bundle"], threads=asked["threads"]) as model:
+    """Pronounce the words several times; print the phonemes and the seconds of each pass."""
+    described = json.loads(sys.argv[1])
+    words = Path(described["words"]).read_text().split()
+    options = DecodeOptions(num_beams=described["beams"])
+    seconds, phonemes = [], []
+    with fatdeploy.load(described["bundle"], threads=described["threads"]) as model:
         spec = model.spec
-        # A batch of one is one call a word, as an application would make it; larger ones are cut by generate itself.
-        each = 1 if asked["batch"] == 1 else len(words)
-        budget = asked["batch"] * (max(map(len, words)) + spec.max_target) * asked["beams"]
+        # A batch of one is one call per word, as in an application; generate itself cuts larger batches.
+        words_per_call = 1 if described["batch"] == 1 else len(words)
+        budget = described["batch"] * (max(map(len, words)) + spec.max_target) * described["beams"]
         model.generate(words[:50], options)
-        for _ in range(asked["repetitions"]):
+        for _ in range(described["repetitions"]):
             started = time.perf_counter()
-            found = [
-                one
-                for start in range(0, len(words), each)
-                for one in model.generate(words[start : start + each], options, batch_tokens=budget)
+            hypotheses = [
+                hypothesis
+                for start in range(0, len(words), words_per_call)
+                for hypothesis in model.generate(words[start : start + words_per_call], options, batch_tokens=budget)
             ]
             seconds.append(time.perf_counter() - started)
-            said = [one.text for one in found]
-    print(json.dumps({"seconds": seconds, "said": said}))
+            phonemes = [hypothesis.text for hypothesis in hypotheses]
+    print(json.dumps({"seconds": seconds, "said": phonemes}))
 
 
 if __name__ == "__main__":

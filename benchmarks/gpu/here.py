@@ -1,4 +1,4 @@
-"""Ends with exit code 1 and a line where there is no CUDA device, before anything is installed for one."""
+"""Exits with code 1 and one line if there is no CUDA device, before anything is installed for one."""
 
 import importlib.util
 import sys
@@ -9,15 +9,15 @@ NEXT = "run it on a machine with an NVIDIA GPU and its driver; what this one can
 
 
 def reason_against(library: str | None = None) -> str | None:
-    """Return why there is no GPU to test; None where there is one. Only the standard library is needed."""
+    """Return why there is no GPU to test; None if there is one. Needs only the standard library."""
     spec = importlib.util.spec_from_file_location("cuda_driver", DEVICES)
     if spec is None or spec.loader is None:
-        return f"{DEVICES} is gone"
+        return f"{DEVICES} is missing"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there for their own types
+    sys.modules[spec.name] = module  # dataclasses look up their types there
     spec.loader.exec_module(module)
-    found = module.cuda_here() if library is None else module.cuda_here(library)
-    return None if found.devices else str(found.reason)
+    cuda = module.cuda_here() if library is None else module.cuda_here(library)
+    return None if cuda.devices else str(cuda.reason)
 
 
 if __name__ == "__main__":

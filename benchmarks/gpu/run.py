@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 REPORT = Path("gpu-report.json")
 FORMAT = 1
 SOURCES = ("g2p", "transformer-small")
-# Targets and precisions that are exported and measured, where the doctor says that they can be run.
+# Targets and precisions to export and measure, if the doctor says that they run here.
 MEASURED = (
     ("ort-cuda", "fp32"),
     ("ort-cuda", "fp16"),
@@ -35,37 +35,37 @@ MEASURED = (
 
 
 @dataclass(frozen=True)
-class Ran:
-    """What a command ended with."""
+class CommandResult:
+    """How a command ended."""
 
     code: int
     out: str
     error: str
 
 
-Runner = Callable[[Sequence[str]], Ran]
+Runner = Callable[[Sequence[str]], CommandResult]
 
 
-def run(command: Sequence[str]) -> Ran:
+def run(command: Sequence[str]) -> CommandResult:
     """Run a command of this Python in the repository."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     ran = subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
-    return Ran(ran.returncode, ran.stdout, ran.stderr)
+    return CommandResult(ran.returncode, ran.stdout, ran.stderr)
 
 
 def accepted(folder: Path, runner: Runner = run, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Return the report of all tests and measurements; what fails is part of it."""
+    """Return the report of all tests and measurements, including what failed."""
     doctor = examine()
     say("running the tests that need a GPU")
     tests = gpu_tests(folder, runner)
     measured = [_measured(folder, source, *kind, doctor, runner, say) for source in SOURCES for kind in MEASURED]
-    done = [one for one in measured if "missing" not in one]
+    done = [row for row in measured if "missing" not in row]
     return {
         "format": FORMAT,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "passed": tests["passed"] and bool(done) and all(one["failed"] is None for one in done),
+        "passed": tests["passed"] and bool(done) and all(row["failed"] is None for row in done),
         "gpus": gpus_here().as_dict(),
         "doctor": doctor.as_dict(),
         "tests": tests,
@@ -74,29 +74,29 @@ def accepted(folder: Path, runner: Runner = run, say: Callable[[str], None] = la
 
 
 def gpu_tests(folder: Path, runner: Runner) -> dict[str, Any]:
-    """Run every test that is marked ``gpu``, and return what became of each; one that is skipped has not passed."""
+    """Run every test that is marked ``gpu``, and return the outcome of each; a skipped test has not passed."""
     results = folder / "tests.xml"
     ran = runner(["-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={results}"])
     cases = [] if not results.exists() else list(ElementTree.parse(results).iter("testcase"))  # noqa: S314 - our own
-    found = [{"test": f"{one.get('classname')}.{one.get('name')}", **_outcome(one)} for one in cases]
-    passed = ran.code == 0 and any(one["outcome"] == "passed" for one in found)
-    return {"passed": passed, "exit_code": ran.code, "tests": found, "said": _last(ran)}
+    outcomes = [{"test": f"{case.get('classname')}.{case.get('name')}", **_outcome(case)} for case in cases]
+    passed = ran.code == 0 and any(outcome["outcome"] == "passed" for outcome in outcomes)
+    return {"passed": passed, "exit_code": ran.code, "tests": outcomes, "said": _last(ran)}
 
 
 def _outcome(case: ElementTree.Element) -> dict[str, Any]:
     for outcome in ("failure", "error", "skipped"):
-        told = case.find(outcome)
-        if told is not None:
-            return {"outcome": outcome, "message": told.get("message"), "text": told.text}
+        element = case.find(outcome)
+        if element is not None:
+            return {"outcome": outcome, "message": element.get("message"), "text": element.text}
     return {"outcome": "passed"}
 
 
 def _measured(
     folder: Path, source: str, target: str, precision: str, doctor: Report, runner: Runner, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Export a model for a target and measure it; or say what is missing, or what failed."""
+    """Return the measurement of a model exported for a target, or what is missing, or what failed."""
     row: dict[str, Any] = {"source": source, "target": target, "precision": precision}
-    missing = sorted({name for one in doctor.targets if one.target == target for name in one.missing})
+    missing = sorted({name for ability in doctor.targets if ability.target == target for name in ability.missing})
     if missing:
         return {**row, "missing": missing}
     say(f"exporting and measuring {source} for {target} in {precision}")
@@ -112,13 +112,13 @@ def _measured(
     return {**row, "failed": None, "bench": json.loads(result.read_text())}
 
 
-def _last(ran: Ran, lines: int = 40) -> list[str]:
-    """Return the end of what a command said."""
+def _last(ran: CommandResult, lines: int = 40) -> list[str]:
+    """Return the last lines of a command's output."""
     return [*ran.out.splitlines(), *ran.error.splitlines()][-lines:]
 
 
 def write_report(report: dict[str, Any], path: Path) -> None:
-    """Write a report as a whole or not at all."""
+    """Write a report completely or not at all."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -129,7 +129,7 @@ def write_report(report: dict[str, Any], path: Path) -> None:
 
 
 def check_device() -> None:
-    """Raise, with what to do, where there is no GPU."""
+    """Raise if there is no GPU, and say what to do."""
     cuda = cuda_here()
     if not cuda.devices:
         raise BackendUnavailable(f"no GPU to test: {cuda.reason}; {NEXT}")
@@ -142,7 +142,7 @@ def main(out: Path) -> None:
     try:
         check_device()
         if not out.absolute().parent.is_dir():
-            raise ConfigError(f"--out {out}: there is no folder {out.parent}; make it first")
+            raise ConfigError(f"--out {out}: there is no folder {out.parent}; create it first")
         with tempfile.TemporaryDirectory(prefix="fatdeploy-gpu-") as folder:
             report = accepted(Path(folder), run, lambda line: click.echo(f"{line} …", err=True))
         write_report(report, out)

@@ -1,6 +1,6 @@
 """Time greedy decoding of the reference models in PyTorch, and write the result as JSON.
 
-Every engine runs in a process of its own (idle thread pools of another one would steal the cores), processes take turns
+Every preset and batch has a process of its own (idle thread pools would steal another's cores), processes take turns
 (A B A B …), and the tokens are checked against one pass over the whole sequence before a time is recorded.
 """
 
@@ -13,7 +13,11 @@ import click
 import numpy as np
 import torch
 
-from benchmarks.harness.measuring import RESULTS, Phases, provenance, result_apart, summary, timed_decode
+from benchmarks.harness.provenance import RESULTS
+from benchmarks.harness.recording import length_options, out_option, round_options, write_result
+from benchmarks.harness.rounds import module_result
+from benchmarks.harness.rows import phase_summaries
+from benchmarks.harness.timing import Phases, timed_greedy
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.reference.weights import model_from_preset
 
@@ -22,13 +26,13 @@ OUT = RESULTS / "reference_greedy.json"
 
 def check_tokens(engine: EagerEngine, source: np.ndarray, output: np.ndarray) -> None:
     """Raise unless the decoded tokens are the arg-max of the whole sequence in one pass."""
-    read = np.concatenate([np.full((len(output), 1), engine.spec.bos_id), output[:, :-1]], 1)
+    inputs = np.concatenate([np.full((len(output), 1), engine.spec.bos_id), output[:, :-1]], 1)
     with torch.inference_mode():
         logits = engine.model(
-            torch.from_numpy(source), torch.ones(source.shape, dtype=torch.bool), torch.from_numpy(read)
+            torch.from_numpy(source), torch.ones(source.shape, dtype=torch.bool), torch.from_numpy(inputs)
         )
     if not np.array_equal(logits.argmax(-1).numpy(), output):
-        raise SystemExit("the decoded tokens are not those of the whole sequence: nothing was timed")
+        raise SystemExit("the decoded tokens differ from those of the whole sequence: nothing was timed")
 
 
 def measure_here(preset: str, batch: int, threads: int, sizes: tuple[int, int], repetitions: int) -> list[Phases]:
@@ -37,20 +41,18 @@ def measure_here(preset: str, batch: int, threads: int, sizes: tuple[int, int], 
     engine = EagerEngine(model_from_preset(preset))
     source = np.random.default_rng(0).integers(3, engine.spec.vocab_size, (batch, sizes[0]))
     mask = np.ones_like(source, bool)
-    _, output = timed_decode(engine, source, mask, sizes[1])
+    _, output = timed_greedy(engine, source, mask, sizes[1])
     check_tokens(engine, source, output)
-    return [timed_decode(engine, source, mask, sizes[1])[0] for _ in range(repetitions)]
+    return [timed_greedy(engine, source, mask, sizes[1])[0] for _ in range(repetitions)]
 
 
 @click.command()
 @click.option("--preset", "presets", multiple=True, default=["transformer-base", "fat-base"], show_default=True)
 @click.option("--batch", "batches", multiple=True, type=int, default=[1, 8], show_default=True)
 @click.option("--threads", default=2, show_default=True)
-@click.option("--source", default=32, show_default=True, help="Source length.")
-@click.option("--target", type=click.IntRange(2), default=64, show_default=True, help="Decoder steps.")
-@click.option("--rounds", default=4, show_default=True, help="How often each engine takes its turn.")
-@click.option("--repetitions", default=5, show_default=True, help="Decodes in a turn.")
-@click.option("--out", default=OUT, type=click.Path(path_type=Path), show_default="benchmarks/results/…")
+@length_options()
+@round_options(rounds=4, repetitions=5, measured="preset and batch")
+@out_option(OUT)
 @click.option("--here", is_flag=True, hidden=True)
 def main(  # the options are the benchmark's axes
     presets: list[str],
@@ -72,12 +74,12 @@ def main(  # the options are the benchmark's axes
     phases: dict[tuple[str, int], list[Phases]] = {case: [] for case in cases}
     with click.progressbar(cases * rounds, file=sys.stderr, label="decoding") as turns:
         for preset, batch in turns:
-            phases[preset, batch] += result_apart(
+            phases[preset, batch] += module_result(
                 "benchmarks.greedy.reference", "--preset", preset, "--batch", batch, *fixed
             )
     results = [
-        {"preset": preset, "batch": batch, "repetitions": len(found), "phases": summary(found)}
-        for (preset, batch), found in phases.items()
+        {"preset": preset, "batch": batch, "repetitions": len(repeated), "phases": phase_summaries(repeated)}
+        for (preset, batch), repeated in phases.items()
     ]
     settings = {
         "engine": "PyTorch reference",
@@ -86,8 +88,7 @@ def main(  # the options are the benchmark's axes
         "target": target,
         "tokens_checked": True,
     }
-    out.write_text(json.dumps({**provenance(), **settings, "results": results}, indent=2) + "\n")
-    click.echo(f"wrote {out}")
+    write_result(out, {**settings, "results": results}, ("fatdeploy", "torch", "numpy"))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What benchmarks share: preparing, processes that take turns, timing, targets."""
+"""What benchmarks share: options, prepared models, processes that take turns, timing, rows, targets."""

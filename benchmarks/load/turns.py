@@ -1,7 +1,5 @@
-"""One model under load, in a process of its own: many threads, mixed requests, each compared with a single thread's."""
+"""One model under load in a process of its own: mixed requests from many threads, compared with those of one thread."""
 
-import json
-import sys
 import threading
 import time
 from collections import Counter
@@ -14,8 +12,9 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from benchmarks.harness.memory_alone import resident_bytes
-from benchmarks.harness.watched import Watched
+from benchmarks.harness.memory import resident_bytes
+from benchmarks.harness.rounds import print_turn
+from benchmarks.harness.watched import WatchedEngine
 from fatdeploy.bundle import Bundle, read_bundle
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.options import DecodeOptions
@@ -25,27 +24,27 @@ from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.model import Model
 from fatdeploy.spec import ModelSpec
 
-# A stream that is closed or dropped, and a timeout, are cancellations: what was said before them is all there is.
+# Closed and dropped streams and timeouts are cancellations: their result ends there.
 Kind = Literal["greedy", "beams", "samples", "stream", "closed", "dropped", "timeout"]
 
 MOST_NEW_TOKENS, MOST_SOURCES, MOST_BEAMS, MOST_SAMPLES = 48, 3, 4, 3
 TIMEOUTS_S = (0.0005, 0.03)
 SAMPLED_EVERY_S = 0.05
-WARM_UP = 0.25  # of the requests; what is held grows until every thread has met every shape
-FLAT = 0.05  # how far memory may move from its level after that
-SHOWN, SAMPLES_SHOWN = 5, 40  # failures, and samples of memory
+WARM_UP = 0.25  # of the requests; memory grows until every thread has had every shape
+FLAT = 0.05  # how far memory may then move from its level
+SHOWN, SAMPLES_SHOWN = 5, 40  # failures and samples of memory in the result
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn:
-    """Which bundle, named as what."""
+class LoadTurn:
+    """A bundle and its name in the result."""
 
     name: str
     bundle: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class LoadSizes:
     """How much load."""
 
     requests: int
@@ -55,7 +54,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What somebody asks for; ``events`` are how many a stream is read for, if it is cancelled."""
+    """One request; a stream that is cancelled is read for ``events`` events."""
 
     kind: Kind
     sources: tuple[tuple[int, ...], ...]
@@ -63,8 +62,8 @@ class Request:
     events: int
 
 
-def drawn_requests(spec: ModelSpec, sizes: Sizes) -> list[Request]:
-    """Return requests of all kinds, with sources from one token to as many as the model takes."""
+def drawn_requests(spec: ModelSpec, sizes: LoadSizes) -> list[Request]:
+    """Return requests of all kinds, with sources from one token to the model's maximum."""
     draw = np.random.default_rng(sizes.seed)
     special = {spec.pad_id, spec.bos_id, spec.eos_id}
     ids = np.array([token for token in range(spec.vocab_size) if token not in special])
@@ -95,20 +94,20 @@ def _drawn_request(spec: ModelSpec, ids: np.ndarray, draw: np.random.Generator) 
 
 
 def answered(model: Model, request: Request) -> list[Hypothesis]:
-    """Return what a request gets, cancelled if that is its kind."""
+    """Return the result of a request, cancelled if that is its kind."""
     if request.kind not in ("stream", "closed", "dropped"):
         return model.generate(request.sources, request.options)
-    stream, said = model.stream(request.sources[0], request.options), []
+    stream, tokens = model.stream(request.sources[0], request.options), []
     for index, event in enumerate(stream, 1):
-        said += event.tokens
+        tokens += event.tokens
         if event.hypothesis is not None:
-            # The pieces are compared: they must be the whole.
-            return [replace(event.hypothesis, tokens=tuple(said))]
+            # The pieces, so that they are compared with the whole.
+            return [replace(event.hypothesis, tokens=tuple(tokens))]
         if request.kind != "stream" and index == request.events:
             break
     if request.kind == "closed":
         stream.close()
-    return [Hypothesis(tuple(said), "cancelled")]
+    return [Hypothesis(tuple(tokens), "cancelled")]
 
 
 def patient(request: Request) -> Request:
@@ -117,11 +116,11 @@ def patient(request: Request) -> Request:
     return replace(request, kind=kind, options=replace(request.options, timeout_s=None))
 
 
-def is_answer(found: Sequence[Hypothesis], expected: Sequence[Hypothesis]) -> bool:
-    """Whether results are those that a single thread gets, or the beginnings of them where they were cancelled."""
-    return len(found) == len(expected) and all(
-        _begins(whole, one) if one.finish == "cancelled" else one == whole
-        for one, whole in zip(found, expected, strict=True)
+def is_answer(results: Sequence[Hypothesis], expected: Sequence[Hypothesis]) -> bool:
+    """Whether results are those of a single thread, or their beginnings where they were cancelled."""
+    return len(results) == len(expected) and all(
+        _begins(whole, result) if result.finish == "cancelled" else result == whole
+        for result, whole in zip(results, expected, strict=True)
     )
 
 
@@ -131,8 +130,8 @@ def _begins(whole: Hypothesis, part: Hypothesis) -> bool:
 
 
 @dataclass
-class Memory:
-    """What the process held, sampled from beside the load."""
+class MemorySamples:
+    """The memory of the process, sampled while the load runs."""
 
     samples: list[dict[str, float]] = field(default_factory=list)
 
@@ -159,26 +158,26 @@ class Memory:
 
     def as_dict(self, requests: int) -> dict[str, Any]:
         """Return the level after the warm-up, how far memory moves from it, and some of the samples."""
-        later = [one["bytes"] for one in self.samples if one["finished"] >= WARM_UP * requests]
+        later = [sample["bytes"] for sample in self.samples if sample["finished"] >= WARM_UP * requests]
         level = float(np.median(later))
         moved = {"lowest": min(later) / level - 1, "highest": max(later) / level - 1}
         return {"level_bytes": level, **moved, "samples": self.samples[:: 1 + len(self.samples) // SAMPLES_SHOWN]}
 
 
-def loaded(bundle: Bundle, sizes: Sizes) -> dict[str, Any]:
-    """Return what became of a model under load, and which conditions it met."""
-    # One thread a decode, and none that spins: there are more decodes than cores.
-    engine = Watched(OrtEngine(bundle, OrtOptions(threads=1, spinning=False)))
+def loaded(bundle: Bundle, sizes: LoadSizes) -> dict[str, Any]:
+    """Return what happened to a model under load, and which conditions it met."""
+    # One thread per decode, without spinning: there are more decodes than cores.
+    engine = WatchedEngine(OrtEngine(bundle, OrtOptions(threads=1, spinning=False)))
     requests = drawn_requests(bundle.spec, sizes)
     with Model(bundle, engine) as model:
         expected = [answered(model, patient(request)) for request in requests]
-        n_threads, memory, load = threading.active_count(), Memory(), Load(model, requests, expected)
+        n_threads, memory, load = threading.active_count(), MemorySamples(), Load(model, requests, expected)
         started = time.perf_counter()
         with memory.sampled(lambda: load.finished):
             load.run(sizes.threads)
         seconds = time.perf_counter() - started
-        held, waiting = len(engine.held), len(engine.engine.pool)
-    remembered, left = memory.as_dict(sizes.requests), threading.active_count() - n_threads
+        states, waiting = len(engine.states), len(engine.engine.pool)
+    sampled, left = memory.as_dict(sizes.requests), threading.active_count() - n_threads
     return {
         "requests": sizes.requests,
         "threads": sizes.threads,
@@ -188,23 +187,23 @@ def loaded(bundle: Bundle, sizes: Sizes) -> dict[str, Any]:
         "failures": load.failures[:SHOWN],
         "n_failures": len(load.failures),
         "threads_left": left,
-        "states_held": held,
-        "most_states_held": engine.most_held,
+        "states_held": states,
+        "most_states_held": engine.most_states,
         "buffers_waiting": waiting,
         "most_buffers_waiting": MOST_WAITING,
-        "memory": remembered,
+        "memory": sampled,
         "conditions": {
             "every_result_is_the_single_threaded_one": not load.failures and load.finished == len(requests),
-            "memory_is_flat": max(-remembered["lowest"], remembered["highest"]) <= FLAT,
+            "memory_is_flat": max(-sampled["lowest"], sampled["highest"]) <= FLAT,
             "no_thread_is_left": left == 0,
-            "no_state_is_held": held == 0,
+            "no_state_is_held": states == 0,
             "the_pool_holds_no_more_than_it_may": waiting <= MOST_WAITING,
         },
     }
 
 
 class Load:
-    """Requests that many threads make at once. Answers are judged and not kept: they would look like a leak."""
+    """Requests that many threads make at once. Results are judged and dropped: kept ones would look like a leak."""
 
     def __init__(self, model: Model, requests: Sequence[Request], expected: Sequence[list[Hypothesis]]) -> None:
         self.model, self.requests, self.expected = model, requests, expected
@@ -213,17 +212,17 @@ class Load:
         self._lock = threading.Lock()
 
     def run(self, threads: int) -> None:
-        """Make every request, each thread one that nobody has made yet."""
+        """Make every request once, from a pool of threads."""
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(self._make, range(len(self.requests))))
 
     def _make(self, index: int) -> None:
         request, failure, cancelled = self.requests[index], "", 0
         try:
-            found = answered(self.model, request)
-            failure = "" if is_answer(found, self.expected[index]) else f"another result: {request}"
-            cancelled = sum(one.finish == "cancelled" for one in found)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the load brought it about
+            results = answered(self.model, request)
+            failure = "" if is_answer(results, self.expected[index]) else f"another result: {request}"
+            cancelled = sum(result.finish == "cancelled" for result in results)
+        except Exception as error:  # noqa: BLE001 - any error under load is a failure
             failure = f"{type(error).__name__}: {error}: {request}"
         with self._lock:
             self.finished += 1
@@ -231,12 +230,11 @@ class Load:
             self.failures += [failure] if failure else []
 
 
-def main() -> None:
-    """Do the turn that the argument describes, and print its result."""
-    described = json.loads(sys.argv[1])
-    bundle = read_bundle(Path(Turn(**described["turn"]).bundle))
-    print(json.dumps({"digest": bundle.digest, **loaded(bundle, Sizes(**described["sizes"]))}))
+def load(turn: LoadTurn, sizes: LoadSizes) -> dict[str, Any]:
+    """Return what happened to a turn's bundle under load."""
+    bundle = read_bundle(Path(turn.bundle))
+    return {"digest": bundle.digest, **loaded(bundle, sizes)}
 
 
 if __name__ == "__main__":
-    main()
+    print_turn(LoadTurn, LoadSizes, load)

@@ -1,7 +1,5 @@
-"""One turn of the decode loop in a process of its own, over an engine that costs nothing: what is left is the loop."""
+"""One turn of the decode loop in a process of its own, over an engine that costs nothing: only the loop is measured."""
 
-import json
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
@@ -10,6 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from benchmarks.harness.rounds import print_turn
+from benchmarks.harness.settings import NEIGHBOURS
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.loop import Decoding
 from fatdeploy.runtimes.decoding.options import DecodeOptions
@@ -19,8 +19,7 @@ from fatdeploy.spec import Mask, ModelSpec, Tokens
 CaseName = Literal["greedy", "beams", "top_p", "beams_ngrams"]
 
 BEAMS, NGRAM, TOP_P = 4, 3, 0.9
-WARM_UP = 8  # steps of a decode that are not timed
-NEIGHBOURS = 4  # steps on either side of one whose allocations are counted with it
+WARM_UP = 8  # steps at the start of a decode that are not timed
 
 OPTIONS: dict[CaseName, dict[str, Any]] = {
     "greedy": {},
@@ -31,8 +30,8 @@ OPTIONS: dict[CaseName, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn:
-    """Which search, over how many sources and tokens."""
+class LoopTurn:
+    """Which search, over how many sources and with how large a vocabulary."""
 
     case: CaseName
     batch: int
@@ -40,7 +39,7 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class LoopSizes:
     """What all turns of a run have in common."""
 
     steps: int
@@ -49,21 +48,21 @@ class Sizes:
 
 
 class CostlessEngine:
-    """Says the same of every step, in arrays made before; all rows of a source are alike, EOS is no choice."""
+    """Returns the same prepared arrays at every step; all rows of a source are alike, EOS is the least likely token."""
 
     def __init__(self, batch: int, beams: int, spec: ModelSpec) -> None:
         self.spec = spec
-        # As wide as those of a trained model: some tokens stand out, most are out of the question.
+        # Spread like those of a trained model: a few tokens stand out, most are very unlikely.
         logits = 4 * np.random.default_rng(0).standard_normal((batch, 1, spec.vocab_size), np.float32)
         logits[..., spec.eos_id] = logits.min() - 1
         self.log_probs: Floats = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-        self._said = {
+        self._outputs = {
             rows: {want: self._out(rows // batch, want) for want in (Want.LOGITS, Want.TOPK)}
             for rows in {batch, batch * beams}
         }
 
-    def _out(self, each: int, want: Want) -> StepOut:
-        log_probs = np.repeat(self.log_probs, each, 0)
+    def _out(self, rows_per_source: int, want: Want) -> StepOut:
+        log_probs = np.repeat(self.log_probs, rows_per_source, 0)
         if want is Want.LOGITS:
             return StepOut(logits=log_probs)
         ids = np.argsort(-log_probs, -1, kind="stable")[..., : self.spec.top_k].copy()
@@ -73,49 +72,49 @@ class CostlessEngine:
         """Read nothing."""
 
     def step(self, tokens: Tokens, state: None, want: Want) -> StepOut:  # noqa: ARG002
-        """Return what was made before."""
-        return self._said[len(tokens)][want]
+        """Return prepared arrays."""
+        return self._outputs[len(tokens)][want]
 
     def reorder(self, state: None, rows: Rows) -> None:
         """Move nothing: rows of a source are alike."""
 
     def output_rows(self, ids: Rows) -> Floats | None:  # noqa: ARG002
-        """Return no matrix: there is none."""
+        """Return None: there is no output matrix."""
         return None
 
     def length_log_probs(self, state: None) -> Floats:
-        """Return nothing: the model is autoregressive."""
+        """Raise: the model is autoregressive."""
         raise NotImplementedError
 
     def release(self, state: None) -> None:
-        """Take nothing back."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Hold nothing."""
+        """Do nothing."""
 
 
-def overhead(turn: Turn, sizes: Sizes) -> dict[str, Any]:
-    """Return seconds of single steps, and the bytes that one allocates at an early and a late position."""
+def overhead(turn: LoopTurn, sizes: LoopSizes) -> dict[str, Any]:
+    """Return seconds of single steps, and the bytes that a step allocates at an early and a late position."""
     spec = ModelSpec(
         vocab_size=turn.vocab_size, max_source=8, max_target=sizes.steps, pad_id=0, bos_id=1, eos_id=2, top_k=16
     )
     options = DecodeOptions(max_new_tokens=sizes.steps, **OPTIONS[turn.case])
     engine = CostlessEngine(turn.batch, options.num_beams, spec)
-    found = decoded(engine, turn.batch, options, lambda decoding, _: decoding.advance())
-    CHECKS[turn.case](found, engine, sizes.steps)
+    expected = decoded(engine, turn.batch, options, lambda decoding, _: decoding.advance())
+    CHECKS[turn.case](expected, engine, sizes.steps)
     seconds: list[float] = []
 
     def timed(decoding: Decoding, step: int) -> bool:
         started = time.perf_counter()
         goes_on = decoding.advance()
         ended = time.perf_counter()
-        # The last step collects what was said.
+        # The last step collects the results.
         if goes_on and step >= WARM_UP:
             seconds.append(ended - started)
         return goes_on
 
     for _ in range(sizes.repetitions):
-        if decoded(engine, turn.batch, options, timed) != found:
+        if decoded(engine, turn.batch, options, timed) != expected:
             raise SystemExit("two decodes differ: no time was recorded")
     return {"seconds": seconds, "bytes": allocated(engine, turn.batch, options, sizes.positions)}
 
@@ -123,7 +122,7 @@ def overhead(turn: Turn, sizes: Sizes) -> dict[str, Any]:
 def decoded(
     engine: CostlessEngine, batch: int, options: DecodeOptions, advance: Callable[[Decoding, int], bool]
 ) -> list[Hypothesis]:
-    """Decode sources that differ, as samples of equal ones would be equal, a step of ``advance`` at a time."""
+    """Decode, one step per call of ``advance``. The sources differ, because samples of equal sources would be equal."""
     sources = [[3 + index] for index in range(batch)]
     with Decoding(engine, sources, options) as decoding:
         step = 0
@@ -135,12 +134,12 @@ def decoded(
 def allocated(
     engine: CostlessEngine, batch: int, options: DecodeOptions, positions: tuple[int, int]
 ) -> dict[str, float]:
-    """Return by how much a step's allocations exceed what was there before it, the median around each position."""
-    wanted = {position + offset for position in positions for offset in range(-NEIGHBOURS, NEIGHBOURS + 1)}
+    """Return the bytes that a step allocates at its peak, as the median around each position."""
+    measured = {position + offset for position in positions for offset in range(-NEIGHBOURS, NEIGHBOURS + 1)}
     peaks: dict[int, int] = {}
 
     def traced(decoding: Decoding, step: int) -> bool:
-        if step not in wanted:
+        if step not in measured:
             return decoding.advance()
         before, _ = tracemalloc.get_traced_memory()
         tracemalloc.reset_peak()
@@ -159,30 +158,31 @@ def allocated(
     }
 
 
-def _check_best(found: Sequence[Hypothesis], engine: CostlessEngine, steps: int) -> None:
-    """Every step says the same, so the best target repeats the best token."""
+def _check_best(hypotheses: Sequence[Hypothesis], engine: CostlessEngine, steps: int) -> None:
+    """Every step scores alike, so the best target repeats the best token."""
     best = engine.log_probs[:, 0].argmax(-1).tolist()
-    _expect(all(one.tokens == (token,) * steps for one, token in zip(found, best, strict=True)))
+    _expect(all(hypothesis.tokens == (token,) * steps for hypothesis, token in zip(hypotheses, best, strict=True)))
 
 
-def _check_drawn(found: Sequence[Hypothesis], engine: CostlessEngine, steps: int) -> None:
-    """What is drawn is among the fewest tokens whose probability is top-p."""
-    for one, row in zip(found, engine.log_probs[:, 0], strict=True):
+def _check_drawn(hypotheses: Sequence[Hypothesis], engine: CostlessEngine, steps: int) -> None:
+    """Every drawn token is among the fewest tokens whose probability is top-p."""
+    for hypothesis, row in zip(hypotheses, engine.log_probs[:, 0], strict=True):
         order = np.argsort(-row, kind="stable")
         count = 1 + int(np.searchsorted(np.cumsum(np.exp(row[order], dtype=np.float64)), TOP_P))
-        _expect(len(one.tokens) == steps and {*one.tokens} <= {*order[:count].tolist()} and len({*one.tokens}) > 1)
+        tokens = hypothesis.tokens
+        _expect(len(tokens) == steps and {*tokens} <= {*order[:count].tolist()} and len({*tokens}) > 1)
 
 
-def _check_new(found: Sequence[Hypothesis], engine: CostlessEngine, steps: int) -> None:
-    """The best token comes as often as it may, and nothing is said twice."""
-    for one, token in zip(found, engine.log_probs[:, 0].argmax(-1).tolist(), strict=True):
-        ngrams = [one.tokens[start : start + NGRAM] for start in range(steps - NGRAM + 1)]
-        _expect(len(one.tokens) == steps and len({*ngrams}) == len(ngrams) and (token,) * NGRAM in ngrams)
+def _check_new(hypotheses: Sequence[Hypothesis], engine: CostlessEngine, steps: int) -> None:
+    """The best token comes as often as it may, and no n-gram comes twice."""
+    for hypothesis, token in zip(hypotheses, engine.log_probs[:, 0].argmax(-1).tolist(), strict=True):
+        ngrams = [hypothesis.tokens[start : start + NGRAM] for start in range(steps - NGRAM + 1)]
+        _expect(len(hypothesis.tokens) == steps and len({*ngrams}) == len(ngrams) and (token,) * NGRAM in ngrams)
 
 
 def _expect(holds: bool) -> None:
     if not holds:
-        raise SystemExit("the tokens are not those that the scores ask for: no time was recorded")
+        raise SystemExit("the tokens do not follow from the scores: no time was recorded")
 
 
 CHECKS: dict[CaseName, Callable[[Sequence[Hypothesis], CostlessEngine, int], None]] = {
@@ -193,11 +193,5 @@ CHECKS: dict[CaseName, Callable[[Sequence[Hypothesis], CostlessEngine, int], Non
 }
 
 
-def main() -> None:
-    """Do the turn that the argument describes, and print its result."""
-    described = json.loads(sys.argv[1])
-    print(json.dumps(overhead(Turn(**described["turn"]), Sizes(**described["sizes"]))))
-
-
 if __name__ == "__main__":
-    main()
+    print_turn(LoopTurn, LoopSizes, overhead)

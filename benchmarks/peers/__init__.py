@@ -1,1 +1,1 @@
-"""Other people's engines, each in a process, and where it must be in an environment, of its own."""
+"""The engines that bundles are compared with, and all engines behind one call."""

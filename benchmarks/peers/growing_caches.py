@@ -1,6 +1,6 @@
 """A reference ``transformer`` as a user of ``torch.onnx.export`` would export it: caches grow by concatenation.
 
-None of our exporter's work is in it: two modules, PyTorch's own attention, default opset and optimiser. Cross keys and
+It uses nothing of our exporter: two modules, PyTorch's own attention, default opset and optimiser. Cross keys and
 values come out of the encoder graph.
 """
 
@@ -23,16 +23,16 @@ from fatdeploy.export.reference.seams import Added, Position, Seams, speaking
 from fatdeploy.folders import replaced_folder
 from fatdeploy.spec import TensorSpec
 
-# All differ, so that torch never takes two axes for one; none is 1, which it would take for a constant.
+# All sizes of different axes differ, or torch would merge the axes; none is 1, which torch would make a constant.
 EXAMPLE = {"batch": 3, "rows": 3, "source": 5, "capacity": 7}
 AT_ONCE = {"step": 1}
 
 
 class GrowingSeams(Seams):
-    """The reference as one writes it in PyTorch for one token a call."""
+    """The reference in plain PyTorch, for one token per call."""
 
     def n_keys(self, position: Position, steps: int, capacity: int) -> int:  # noqa: ARG002
-        """Return how many positions there are after a call: those of the past and its own."""
+        """Return the number of positions after a call: those of the past and its own."""
         return capacity + steps
 
     def attend(self, qkv: Tensor, scores: Scores, visible: Visible, dropout: nn.Dropout) -> Tensor:  # noqa: ARG002
@@ -44,7 +44,7 @@ class GrowingSeams(Seams):
         self,
         qkv: Tensor,
         scores: Scores,
-        visible: Visible,  # noqa: ARG002 - one token sees all that came before it
+        visible: Visible,  # noqa: ARG002 - one token sees the whole past
         state: LayerState,
         position: Position,  # noqa: ARG002
     ) -> tuple[Tensor, LayerState]:
@@ -79,7 +79,7 @@ class EncoderModule(nn.Module):
 
 
 class DecoderModule(nn.Module):
-    """One token a row, cross keys and values and the past in; logits and the present out."""
+    """One token per row, cross keys and values and the past in; logits and the present out."""
 
     def __init__(self, model: ReferenceModel) -> None:
         super().__init__()
@@ -90,13 +90,13 @@ class DecoderModule(nn.Module):
         n_memory = len(self.model.spec.memory)
         memory, past = rest[:n_memory], rest[n_memory:]
         state = DecoderState(past[0].shape[2], list(zip(past[::2], past[1::2], strict=True)))
-        # This model does not read the source's ids.
+        # The mask stands in for the source's ids, which this model does not read.
         logits, state = self.model.step(tokens, state, SourceMemory(mask, mask, memory[::2], memory[1::2]))
         return (logits, *(tensor for layer in state.layers for tensor in layer))
 
 
 def write_growing_caches(model: ReferenceModel, folder: Path, *, force: bool = False) -> None:
-    """Write both graphs, each with weights of its own, and what the decode loop must know of the model."""
+    """Write both graphs, each with its own weights, and the spec that the decode loop reads."""
     spec = model.spec
     decoder = spec.tokens, spec.source_mask, *spec.memory, *spec.past
     with replaced_folder(folder, force=force) as new:
@@ -107,8 +107,8 @@ def write_growing_caches(model: ReferenceModel, folder: Path, *, force: bool = F
 
 def _export(module: nn.Module, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], path: Path) -> None:
     sizes = EXAMPLE | AT_ONCE
-    example = [torch.ones(one.sized(sizes), dtype=getattr(torch, one.dtype)) for one in inputs]
-    dynamic = [{place: Dim.AUTO for place, axis in enumerate(one.shape) if axis in EXAMPLE} for one in inputs]
+    example = [torch.ones(tensor.sized(sizes), dtype=getattr(torch, tensor.dtype)) for tensor in inputs]
+    dynamic = [{place: Dim.AUTO for place, axis in enumerate(tensor.shape) if axis in EXAMPLE} for tensor in inputs]
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     with torch.no_grad(), speaking(GrowingSeams()), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # advice to authors of exporters
@@ -117,8 +117,8 @@ def _export(module: nn.Module, inputs: Sequence[TensorSpec], outputs: Sequence[T
             (example,),
             path,
             dynamo=True,
-            input_names=[one.name for one in inputs],
-            output_names=[one.name for one in outputs],
+            input_names=[tensor.name for tensor in inputs],
+            output_names=[tensor.name for tensor in outputs],
             dynamic_shapes=(dynamic,),
             external_data=True,
             verbose=False,

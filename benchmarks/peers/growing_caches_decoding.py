@@ -1,4 +1,4 @@
-"""Decoding with caches that grow, as one writes it over onnxruntime: ``session.run`` and numpy. Imports no torch."""
+"""Decoding with growing caches, the usual way over onnxruntime: ``session.run`` and numpy. Imports no torch."""
 
 import json
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ ENCODER, DECODER, SPEC = "encoder.onnx", "decoder.onnx", "spec.json"
 
 
 @dataclass
-class Grown:
-    """What every step is given of the source, and the caches so far."""
+class GrowingState:
+    """The inputs of every step that depend on the source, and the caches so far."""
 
     source: dict[str, Any]
     past: list[Floats]
@@ -29,22 +29,24 @@ class GrowingCaches:
         self.spec = ModelSpec.from_dict(json.loads((folder / SPEC).read_text()))
         self.encoder, self.decoder = (_session(folder / name, threads) for name in (ENCODER, DECODER))
 
-    def encode(self, source: Tokens, mask: Mask, capacity: Capacity) -> Grown:  # noqa: ARG002 - it just grows
+    def encode(self, source: Tokens, mask: Mask, capacity: Capacity) -> GrowingState:  # noqa: ARG002 - caches grow
         """Read the source [B, S] and return empty caches."""
         spec = self.spec
-        read = {spec.source_mask.name: mask}
-        memory = self.encoder.run(None, {spec.source.name: source, **read})
-        empty = [np.zeros(one.sized({"rows": len(source), "capacity": 0}), np.float32) for one in spec.past]
-        return Grown(read | {one.name: array for one, array in zip(spec.memory, memory, strict=True)}, empty)
+        inputs = {spec.source_mask.name: mask}
+        memory = self.encoder.run(None, {spec.source.name: source, **inputs})
+        empty = [np.zeros(tensor.sized({"rows": len(source), "capacity": 0}), np.float32) for tensor in spec.past]
+        return GrowingState(
+            inputs | {tensor.name: array for tensor, array in zip(spec.memory, memory, strict=True)}, empty
+        )
 
-    def step(self, tokens: Tokens, state: Grown, want: Want) -> StepOut:  # noqa: ARG002 - it has nothing but logits
+    def step(self, tokens: Tokens, state: GrowingState, want: Want) -> StepOut:  # noqa: ARG002 - the graph returns only logits
         """Feed tokens [R, 1] and return their logits."""
-        past = {one.name: array for one, array in zip(self.spec.past, state.past, strict=True)}
+        past = {tensor.name: array for tensor, array in zip(self.spec.past, state.past, strict=True)}
         logits, *state.past = self.decoder.run(None, {self.spec.tokens.name: tokens, **state.source, **past})
         return StepOut(logits=logits)
 
-    def release(self, state: Grown) -> None:
-        """Nothing is kept for the next state."""
+    def release(self, state: GrowingState) -> None:
+        """Do nothing: no memory is reused."""
 
 
 def _session(path: Path, threads: int) -> Any:

@@ -1,6 +1,7 @@
-"""Pronounce words with the neural model of the g2p-en package, word by word; prints JSON. Runs where it is installed.
+"""Pronounce words with the neural model of the g2p-en package, word by word; prints JSON.
 
-Its constructor wants a dictionary that is downloaded; an empty one takes its place, so that the model says every word.
+Runs in an environment with that package, which would download a dictionary. An empty one replaces it, so that the model
+pronounces every word.
 """
 
 import json
@@ -11,10 +12,10 @@ from typing import Any
 
 
 class EmptyDictionary:
-    """Stands in for the dictionary: it knows no word."""
+    """A dictionary without words."""
 
     def dict(self) -> dict[str, Any]:
-        """Return no entry."""
+        """Return no entries."""
         return {}
 
 
@@ -30,17 +31,17 @@ def pronouncer() -> Any:
 
 
 def main() -> None:
-    """Pronounce every word of a file, a line each, so many times; print what was said and the seconds of each time."""
+    """Pronounce every word of a file, one per line, several times; print the phonemes and the seconds of each pass."""
     words = Path(sys.argv[1]).read_text().split()
     model = pronouncer()
     for word in words[:50]:
         model.predict(word)
-    seconds, said = [], []
+    seconds, phonemes = [], []
     for _ in range(int(sys.argv[2])):
         started = time.perf_counter()
-        said = [" ".join(model.predict(word)) for word in words]
+        phonemes = [" ".join(model.predict(word)) for word in words]
         seconds.append(time.perf_counter() - started)
-    print(json.dumps({"seconds": seconds, "said": said}))
+    print(json.dumps({"seconds": seconds, "said": phonemes}))
 
 
 if __name__ == "__main__":

@@ -4,15 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.harness.decoders import STEP, EngineName
+from benchmarks.harness.rows import Row, fastest, p50
+from benchmarks.harness.settings import EngineName
 from benchmarks.harness.targets import judged, limit_of
-
-Row = dict[str, Any]
+from benchmarks.harness.timing import STEP
 
 
 @dataclass(frozen=True)
-class Speed:
-    """How many times faster than a peer ours must be, by batch; ratio of medians, each side in its best setting."""
+class SpeedTarget:
+    """How many times faster than a peer our bundles must be, by batch; ratio of medians in the best settings."""
 
     name: str
     phase: str
@@ -23,16 +23,20 @@ class Speed:
 
 INT8 = "int8"  # both ours and CTranslate2's
 SPEEDS = (
-    Speed("int8 step, times faster than CTranslate2's best", STEP, (INT8,), "ctranslate2", {1: 3.0, 8: 2.0, 32: 1.3}),
-    Speed(
+    SpeedTarget(
+        "int8 step, times faster than CTranslate2's best", STEP, (INT8,), "ctranslate2", {1: 3.0, 8: 2.0, 32: 1.3}
+    ),
+    SpeedTarget(
         "best of int8 and int4 step, times faster than CTranslate2's best",
         STEP,
         (INT8, "int4"),
         "ctranslate2",
         {1: 4.0, 8: 2.0, 32: 1.3},
     ),
-    Speed("int8 step, times faster than a plain torch.onnx export", STEP, (INT8,), "plain", {1: 4.0, 8: 4.0, 32: 2.5}),
-    Speed(
+    SpeedTarget(
+        "int8 step, times faster than a plain torch.onnx export", STEP, (INT8,), "plain", {1: 4.0, 8: 4.0, 32: 2.5}
+    ),
+    SpeedTarget(
         "int8 from source to target, times faster than CTranslate2's best",
         "end_to_end",
         (INT8,),
@@ -45,22 +49,17 @@ MEMORY = {"after_load_bytes": "after load", "peak_bytes": "at its peak"}
 
 
 def targets(rows: list[Row]) -> list[dict[str, Any]]:
-    """Return every target, what was found and whether it is met; None where a side of it was not measured."""
+    """Return every target, the measured value and whether it is met; None where a side was not measured."""
     return [*_speeds(rows), *_bundle_limits(rows), *_memory_limits(rows)]
 
 
-def p50(row: Row, phase: str) -> float:
-    """Return the median of a phase in milliseconds."""
-    return float(row["phases"][phase]["p50_ms"])
-
-
-def fastest(rows: list[Row], phase: str) -> Row | None:
-    """Return the row with the least median of a phase."""
-    return min(rows, key=lambda row: p50(row, phase), default=None)
+def fastest_or_none(rows: list[Row], phase: str) -> Row | None:
+    """Return the row with the smallest median of a phase; None without rows."""
+    return fastest(rows, phase) if rows else None
 
 
 def rows_of(rows: list[Row], engine: EngineName, precisions: tuple[str, ...] = ()) -> list[Row]:
-    """Return the rows of an engine, of all its precisions unless said."""
+    """Return the rows of an engine in some precisions (default: all)."""
     return [row for row in rows if row["engine"] == engine and (not precisions or row["precision"] in precisions)]
 
 
@@ -72,11 +71,11 @@ def with_batch(rows: list[Row], batch: int) -> list[Row]:
 def _speeds(rows: list[Row]) -> Iterator[dict[str, Any]]:
     for speed in SPEEDS:
         for batch, needed in speed.needed.items():
-            there = with_batch(rows, batch)
-            ours = fastest(rows_of(there, "fatdeploy", speed.precisions), speed.phase)
-            peer = fastest(rows_of(there, speed.peer), speed.phase)
-            found = p50(peer, speed.phase) / p50(ours, speed.phase) if ours and peer else None
-            yield _target(speed.name, found, at_least=needed, batch=batch, ours=_setting(ours), peer=_setting(peer))
+            batch_rows = with_batch(rows, batch)
+            ours = fastest_or_none(rows_of(batch_rows, "fatdeploy", speed.precisions), speed.phase)
+            peer = fastest_or_none(rows_of(batch_rows, speed.peer), speed.phase)
+            times = p50(peer, speed.phase) / p50(ours, speed.phase) if ours and peer else None
+            yield _target(speed.name, times, at_least=needed, batch=batch, ours=_setting(ours), peer=_setting(peer))
 
 
 def _bundle_limits(rows: list[Row]) -> Iterator[dict[str, Any]]:
@@ -88,23 +87,23 @@ def _bundle_limits(rows: list[Row]) -> Iterator[dict[str, Any]]:
 
 
 def _memory_limits(rows: list[Row]) -> Iterator[dict[str, Any]]:
-    """Compare our fastest setting with the one of CTranslate2's int8 that takes least."""
+    """Compare our fastest setting with the smallest of CTranslate2's int8."""
     for batch in sorted({row["batch"] for row in rows}):
-        there = with_batch(rows, batch)
-        ours = fastest(rows_of(there, "fatdeploy", (INT8,)), STEP)
-        for name, when in MEMORY.items():
-            theirs = [row["memory"][name] for row in rows_of(there, "ctranslate2", (INT8,))]
-            found = ours["memory"][name] / min(theirs) if ours and theirs else None
-            said = f"memory of int8 {when}, times that of CTranslate2's int8"
-            yield _target(said, found, at_most=MOST_MEMORY, batch=batch, ours=_setting(ours))
+        batch_rows = with_batch(rows, batch)
+        ours = fastest_or_none(rows_of(batch_rows, "fatdeploy", (INT8,)), STEP)
+        for key, when in MEMORY.items():
+            theirs = [row["memory"][key] for row in rows_of(batch_rows, "ctranslate2", (INT8,))]
+            times = ours["memory"][key] / min(theirs) if ours and theirs else None
+            name = f"memory of int8 {when}, times that of CTranslate2's int8"
+            yield _target(name, times, at_most=MOST_MEMORY, batch=batch, ours=_setting(ours))
 
 
-def _target(name: str, found: float | None, **rest: Any) -> dict[str, Any]:
-    target = judged(name, found, **rest)
-    return {**target, "said": _said(target)}
+def _target(name: str, value: float | None, **rest: Any) -> dict[str, Any]:
+    target = judged(name, value, **rest)
+    return {**target, "said": _sentence(target)}
 
 
-def _said(target: dict[str, Any]) -> str:
+def _sentence(target: dict[str, Any]) -> str:
     """Return a target in words."""
     batch = f", batch {target['batch']}" if "batch" in target else ""
     if target["found"] is None:

@@ -1,25 +1,25 @@
 """One turn of ``quantized`` in a process of its own: an engine in one precision decodes, or is compared token by token.
 
-Nothing here imports torch unless the reference takes its turn: the memory and the idle threads would be ours.
+torch is imported for the reference alone: it would add its memory and idle threads to every other engine.
 """
 
 import importlib
 import json
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.harness.decoders import IMPORTED, Decoder, repeated
-from benchmarks.harness.measuring import Phases, result_apart
-from benchmarks.harness.profile_step import cache_bytes, profile_of, reading_speed, recorded
-from benchmarks.harness.turns import EXACT, Cache, Setting, Sizes, loaded_decoder
+from benchmarks.harness.profile_step import READ_BYTES, cache_bytes, profile_of, recorded
+from benchmarks.harness.rounds import module_result, print_turn
+from benchmarks.harness.settings import EXACT, DecodeSizes, EngineSetting
+from benchmarks.harness.timing import Phases, repeated
+from benchmarks.peers.decoders import IMPORTED, Decoder, loaded_decoder
 from fatdeploy.bundle import read_bundle
 from fatdeploy.manifest import DECODER
+from fatdeploy.runtimes.bench.timing import read_bandwidth
 from fatdeploy.runtimes.bench.weight_bytes import bytes_a_step_reads
 from fatdeploy.runtimes.proof.probes import Probe, read_probes
 from fatdeploy.spec import Tokens
@@ -29,28 +29,28 @@ BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizedTurn(Setting):
+class QuantizedTurn(EngineSetting):
     """Which engine does what, in which setting."""
 
     part: QuantizedPart
 
     @property
     def exact(self) -> bool:
-        """Whether nothing but the reference's tokens is right."""
+        """Whether the tokens must be the reference's."""
         return self.precision in EXACT
 
 
-def probe_and_model(turn: QuantizedTurn, sizes: Sizes) -> tuple[Probe, Path | None]:
-    """Return the sources of a turn, and what its engine is to load."""
-    cache = Cache(Path(sizes.cache), turn.preset)
-    [probe] = read_probes(cache.probe(turn.batch, sizes.source, sizes.target))
-    return probe, turn.model(cache)
+def probe_and_model(turn: QuantizedTurn, sizes: DecodeSizes) -> tuple[Probe, Path | None]:
+    """Return the sources of a turn, and the folder that its engine loads."""
+    models = sizes.models(turn.preset)
+    [probe] = read_probes(models.probe(turn.batch, sizes.source, sizes.target))
+    return probe, turn.model(models)
 
 
-def greedy(turn: QuantizedTurn, sizes: Sizes) -> dict[str, Any]:
-    """Return seconds to load, the phases of each repetition, size, and how far the tokens are the reference's.
+def greedy(turn: QuantizedTurn, sizes: DecodeSizes) -> dict[str, Any]:
+    """Return seconds to load, the phases of each repetition, size, and the share of tokens equal to the reference's.
 
-    A quantized engine is timed on the tokens that it says itself: a step costs the same whatever it reads.
+    A quantized engine is timed on its own tokens: a step costs the same for every input.
     """
     probe, folder = probe_and_model(turn, sizes)
     importlib.import_module(IMPORTED[turn.engine])
@@ -70,7 +70,7 @@ def greedy(turn: QuantizedTurn, sizes: Sizes) -> dict[str, Any]:
 
 
 def warmed(folder: Path) -> int:
-    """Read every file of a folder, so that loading it waits for no disk; return how many bytes they are."""
+    """Read every file of a folder, so that loading does not wait for the disk; return their size in bytes."""
     total = 0
     for path in folder.rglob("*"):
         if path.is_file():
@@ -81,68 +81,57 @@ def warmed(folder: Path) -> int:
 
 
 def checked(turn: QuantizedTurn, decoder: Decoder, probe: Probe, target: int) -> tuple[Phases, Tokens]:
-    """Return seconds and tokens of a decode; an exact engine's that are not the reference's are an error."""
+    """Return seconds and tokens of a decode; an exact engine must give the reference's tokens."""
     phases, tokens = decoder.decoded(target)
     expected = probe.tokens[:, :target]
     if tokens.shape != expected.shape:
-        raise SystemExit(f"{expected.shape} tokens were asked for, {tokens.shape} came: no time was recorded")
+        raise SystemExit(f"expected {expected.shape} tokens, found {tokens.shape}: no time was recorded")
     if turn.exact and not np.array_equal(tokens, expected):
-        raise SystemExit("the tokens are not those of the reference: no time was recorded")
+        raise SystemExit("the tokens differ from the reference's: no time was recorded")
     return phases, tokens
 
 
 def agreeing_prefix(tokens: Tokens, expected: Tokens) -> float:
-    """Return the share of tokens [B, T] that come before a row's first difference."""
+    """Return the share of tokens [B, T] before the first difference of their row."""
     return float(np.logical_and.accumulate(tokens == expected, axis=1).mean())
 
 
-def forced(turn: QuantizedTurn, sizes: Sizes) -> dict[str, Any]:
-    """Return the share of steps that say what the reference says when all before it are the reference's tokens."""
+def forced(turn: QuantizedTurn, sizes: DecodeSizes) -> dict[str, Any]:
+    """Return the share of steps that choose the reference's token when all inputs are the reference's tokens."""
     probe, folder = probe_and_model(turn, sizes)
-    said = loaded_decoder(turn, folder, probe).following(probe.tokens)
-    return {"agreeing": float((said == probe.tokens).mean())}
+    tokens = loaded_decoder(turn, folder, probe).following(probe.tokens)
+    return {"agreeing": float((tokens == probe.tokens).mean())}
 
 
-def memory(turn: QuantizedTurn, sizes: Sizes) -> dict[str, int]:
-    """Return what a process holds in which nothing but the engine is loaded: not this one."""
+def memory(turn: QuantizedTurn, sizes: DecodeSizes) -> dict[str, int]:
+    """Return the memory of a process of its own that loads nothing but the engine."""
     probe, folder = probe_and_model(turn, sizes)
     sources = [row[real].tolist() for row, real in zip(probe.source, probe.mask, strict=True)]
-    asked = {**asdict(turn), "folder": str(folder), "sources": sources, "target": sizes.target}
-    held: dict[str, int] = result_apart("benchmarks.harness.memory_alone", json.dumps(asked), blas_threads=turn.threads)
-    return held
+    described = {**asdict(turn), "folder": str(folder), "sources": sources, "target": sizes.target}
+    module = "benchmarks.quantized.memory_alone"
+    memory_bytes: dict[str, int] = module_result(module, json.dumps(described), blas_threads=turn.threads)
+    return memory_bytes
 
 
-def profile(turn: QuantizedTurn, sizes: Sizes) -> dict[str, Any]:
-    """Return where the time of a bundle's step goes, how much it has to read, and how fast memory can be read."""
+def profile(turn: QuantizedTurn, sizes: DecodeSizes) -> dict[str, Any]:
+    """Return where the time of a bundle's step goes, how many bytes it reads, and how fast memory can be read."""
     probe, folder = probe_and_model(turn, sizes)
     assert folder is not None  # noqa: S101 - a bundle has one
     bundle = read_bundle(folder)
     length, steps = probe.source.shape[1], sizes.target
-    found = profile_of(recorded(bundle, batch=turn.batch, threads=turn.threads, source=length, steps=steps))
+    step = profile_of(recorded(bundle, batch=turn.batch, threads=turn.threads, source=length, steps=steps))
     return {
-        "ms": found.ms,
-        "between_ms": found.between_ms,
-        "ops": {one.op: {"calls": one.calls, "ms": one.ms} for one in found.ops},
+        "ms": step.ms,
+        "between_ms": step.between_ms,
+        "ops": {cost.op: {"calls": cost.calls, "ms": cost.ms} for cost in step.ops},
         "weight_bytes": bytes_a_step_reads(bundle.path / DECODER),
         "cache_bytes": cache_bytes(bundle.spec, batch=turn.batch, source=length, steps=steps),
-        "bytes_a_second": reading_speed(turn.threads),
+        "bytes_a_second": read_bandwidth(READ_BYTES, turn.threads),
     }
 
 
-PARTS: dict[QuantizedPart, Callable[[QuantizedTurn, Sizes], Any]] = {
-    "greedy": greedy,
-    "forced": forced,
-    "memory": memory,
-    "profile": profile,
-}
-
-
-def main() -> None:
-    """Do the turn that the argument describes, and print its result."""
-    described = json.loads(sys.argv[1])
-    turn, sizes = QuantizedTurn(**described["turn"]), Sizes(**described["sizes"])
-    print(json.dumps(PARTS[turn.part](turn, sizes)))
+PARTS = {"greedy": greedy, "forced": forced, "memory": memory, "profile": profile}
 
 
 if __name__ == "__main__":
-    main()
+    print_turn(QuantizedTurn, DecodeSizes, lambda turn, sizes: PARTS[turn.part](turn, sizes))

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.beams.prepare import MarginEngine, Unsafe
-from benchmarks.harness.measuring import Kept
+from benchmarks.beams.prepare import MarginEngine, UnsafeSource
+from benchmarks.harness.rounds import PartialResults
 from benchmarks.peers.ctranslate2_decoding import Translation
 from benchmarks.peers.ctranslate2_model import write_ctranslate2_model
 from benchmarks.readme.engine_tables import beams_table, engines_table
@@ -39,8 +39,8 @@ def test_ctranslate2_gives_the_references_tokens_on_padded_batches(
 ) -> None:
     probe = drawn_probe(EagerEngine(model_of("transformer-tiny")), lengths, steps=48)
     translation = Translation(tiny, threads=1, workers=workers)
-    found = translation.tokens(translation.results(translation.sources(probe.source, probe.mask), 48))
-    assert np.array_equal(found, probe.tokens)
+    tokens = translation.tokens(translation.results(translation.sources(probe.source, probe.mask), 48))
+    assert np.array_equal(tokens, probe.tokens)
 
 
 def test_ctranslate2_runs_on_past_eos_as_the_reference_does(tiny: Path) -> None:
@@ -52,17 +52,17 @@ def test_ctranslate2_runs_on_past_eos_as_the_reference_does(tiny: Path) -> None:
     assert np.array_equal(translation.tokens(translation.results(sources, 48)), probe.tokens[ended])
 
 
-def test_a_model_that_ctranslate2_cannot_say_is_refused_with_every_reason(tmp_path: Path) -> None:
+def test_a_model_that_ctranslate2_cannot_express_is_refused_with_every_reason(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"norm must be 'post', found 'pre'.*hybrid must be False, found True"):
         write_ctranslate2_model(model_of("fat-tiny"), tmp_path / "fat")
 
 
-def test_kept_results_are_read_again_only_by_what_made_them(tmp_path: Path) -> None:
+def test_partial_results_are_read_again_only_by_what_made_them(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "partial.json"
-    Kept(path, {"code": "a", "batches": (1, 8)}).add("0 turn", [1.5])
-    assert Kept(path, {"code": "a", "batches": (1, 8)}).results == {"0 turn": [1.5]}
-    assert Kept(path, {"code": "b", "batches": (1, 8)}).results == {}
-    Kept(path, {}).forget()
+    PartialResults(path, {"code": "a", "batches": (1, 8)}).add("0 turn", [1.5])
+    assert PartialResults(path, {"code": "a", "batches": (1, 8)}).results == {"0 turn": [1.5]}
+    assert PartialResults(path, {"code": "b", "batches": (1, 8)}).results == {}
+    PartialResults(path, {}).forget()
     assert not path.exists()
 
 
@@ -88,9 +88,9 @@ def test_a_run_says_what_was_measured_and_where(result: dict[str, Any]) -> None:
 
 def test_a_run_tells_phases_apart_where_the_engine_does(result: dict[str, Any]) -> None:
     ours, peer, _, reference = (set(row["phases"]) for row in result["results"])
-    told = {"end_to_end", "encode_and_first_token", "per_token_by_difference", "encode_by_difference"}
+    common = {"end_to_end", "encode_and_first_token", "per_token_by_difference", "encode_by_difference"}
     shown = {"encode", "first_token", "per_token"}
-    assert (ours, peer, reference) == (told | shown | {"load"}, told | {"load"}, told | shown)
+    assert (ours, peer, reference) == (common | shown | {"load"}, common | {"load"}, common | shown)
     assert [set(row["phases"]) for row in result["positions"]] == [{"position_4", "position_12"}]
     assert [row["samples"] for row in result["positions"]] == [18]
     [memory] = result["memory"]
@@ -135,11 +135,11 @@ def test_beams_are_compared_with_the_peers_best_setting_from_source_to_target(be
 
 
 def test_beams_share_what_belongs_to_the_source(beams: dict[str, Any]) -> None:
-    one, many = beams["memory"]
+    single, many = beams["memory"]
     config = model_of("transformer-tiny").config
     keys_and_values = 2 * config.decoder_layers * config.width * np.dtype(np.float32).itemsize
-    assert one["memory_bytes"] == many["memory_bytes"] == 2 * 6 * keys_and_values
-    assert (one["state_bytes"], many["state_bytes"]) == (2 * 4 * keys_and_values, 3 * 2 * 4 * keys_and_values)
+    assert single["memory_bytes"] == many["memory_bytes"] == 2 * 6 * keys_and_values
+    assert (single["state_bytes"], many["state_bytes"]) == (2 * 4 * keys_and_values, 3 * 2 * 4 * keys_and_values)
     assert many["peak_bytes"] >= many["after_decode_bytes"] > 0
 
 
@@ -165,12 +165,12 @@ def test_sources_whose_beams_may_end_or_are_decided_by_noise_are_refused(beams: 
     draw, safe = np.random.default_rng(0), 0
     for _ in range(40):
         source = draw.integers(3, 64, 6)
-        found = decode(engine, [source], options)
+        expected = decode(engine, [source], options)
         try:
             watched = decode(MarginEngine(engine, beams, 8), [source], options)
-        except Unsafe:
+        except UnsafeSource:
             continue
         safe += 1
-        assert [one.tokens for one in watched] == [one.tokens for one in found]
-        assert all(one.finish == "length" and engine.spec.eos_id not in one.tokens for one in found)
+        assert [hypothesis.tokens for hypothesis in watched] == [hypothesis.tokens for hypothesis in expected]
+        assert all(best.finish == "length" and engine.spec.eos_id not in best.tokens for best in expected)
     assert 0 < safe < 40

@@ -1,4 +1,4 @@
-"""The benchmark of the bundled model: which bundle it measures, what it must reach, and what the docs say of it."""
+"""The benchmark of the bundled model: which bundle it measures, its targets, and its lines in the README."""
 
 import json
 import shutil
@@ -18,29 +18,29 @@ RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "g2p.json"
 
 @pytest.fixture
 def exports(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Return the source and precision of each export that is asked for; none of them takes its time."""
-    asked: list[tuple[str, str]] = []
+    """Return the source and precision of each export, none of which is really made."""
+    requests: list[tuple[str, str]] = []
 
     def run(command: list[Any], *, check: bool) -> None:
         assert (command[1:4], check) == (["-m", "fatdeploy", "export"], True)
         source, _, precision, _, folder = command[4:]
-        asked.append((source, precision))
+        requests.append((source, precision))
         Path(folder).mkdir()
 
     monkeypatch.setattr(subprocess, "run", run)
-    return asked
+    return requests
 
 
 def test_a_bundle_is_used_again_for_the_same_weights_alone(
     tmp_path: Path, exports: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A folder with the bundled model's name, as one would compare it with a training of one's own.
+    # A checkpoint of the user's own, in a folder with the bundled model's name.
     other = Path(shutil.copytree(CHECKPOINT, tmp_path / "mine" / NAME))
-    found = [g2p.exported(NAME, NAME, precision, tmp_path) for precision in ("fp32", "int8", "fp32")]
-    assert found[0] == found[2] != found[1]
+    folders = [g2p.exported(NAME, NAME, precision, tmp_path) for precision in ("fp32", "int8", "fp32")]
+    assert folders[0] == folders[2] != folders[1]
     assert exports == [(NAME, "fp32"), (NAME, "int8")]
     compared = g2p.exported(g2p.COMPARED, str(other), "fp32", tmp_path)
-    assert compared not in found
+    assert compared not in folders
     weights = (other / "model.safetensors").read_bytes()
     (other / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
     again = g2p.exported(g2p.COMPARED, str(other), "fp32", tmp_path)
@@ -48,16 +48,16 @@ def test_a_bundle_is_used_again_for_the_same_weights_alone(
     assert g2p.exported(g2p.COMPARED, str(other), "fp32", tmp_path) == again
     assert exports[2:] == [(str(other), "fp32")] * 2
     monkeypatch.setattr(g2p, "CHECKPOINT", other)
-    assert g2p.exported(NAME, NAME, "fp32", tmp_path) not in (*found, again)
+    assert g2p.exported(NAME, NAME, "fp32", tmp_path) not in (*folders, again)
     monkeypatch.setattr(g2p, "code_digest", lambda *folders: "of other code")
     assert g2p.exported(g2p.COMPARED, str(other), "fp32", tmp_path) != again
     assert len(exports) == 6
 
 
-def row(errors: tuple[float, float, float], **said: Any) -> dict[str, Any]:
+def row(errors: tuple[float, float, float], **fields: Any) -> dict[str, Any]:
     names = "wer", "per", "wer_without_stress"
     common = {"engine": NAME, "precision": "fp32", "beams": 1, "batch": 1, "times_peer": 1.0}
-    return {**common, "errors": dict(zip(names, errors, strict=True)), **said}
+    return {**common, "errors": dict(zip(names, errors, strict=True)), **fields}
 
 
 def test_targets_are_those_of_the_rows() -> None:
@@ -70,10 +70,11 @@ def test_targets_are_those_of_the_rows() -> None:
         row((10.0, 1.0, 10.0), engine="g2p-en"),
         row((10.0, 1.0, 10.0), engine="transformer", times_peer=99.0),
     ]
-    found = [
-        (one["target"], one["found"], one.get("at_most", one.get("at_least")), one["met"]) for one in targets(rows)
+    verdicts = [
+        (target["target"], target["found"], target.get("at_most", target.get("at_least")), target["met"])
+        for target in targets(rows)
     ]
-    assert found == [
+    assert verdicts == [
         ("words wrong with stress, %", 30.0, 36.0, True),
         ("phonemes wrong with stress, %", 8.75, 8.5, False),
         ("words wrong without stress, %", 31.0, 31.0, True),
@@ -83,10 +84,10 @@ def test_targets_are_those_of_the_rows() -> None:
         ("words a second, 1 at once, times g2p-en's: the faster precision", 3.0, 3.0, True),
         ("words a second, 32 at once, times g2p-en's: the faster precision", 9.0, 10.0, False),
     ]
-    assert [(one["found"], one["met"]) for one in targets([])] == [(None, None)] * 8
+    assert [(target["found"], target["met"]) for target in targets([])] == [(None, None)] * 8
 
 
-def test_the_docs_say_of_each_target_whether_it_is_met() -> None:
+def test_the_readme_says_of_each_target_whether_it_is_met() -> None:
     result = json.loads(RESULT.read_text())
     held = targets(result["results"])
     lines = g2p_lines(result).splitlines()

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from benchmarks.gpu import here as gpu_here
 from benchmarks.gpu import run as gpu_acceptance
-from benchmarks.gpu.run import MEASURED, SOURCES, Ran, accepted, gpu_tests, main, write_report
+from benchmarks.gpu.run import MEASURED, SOURCES, CommandResult, accepted, gpu_tests, main, write_report
 from fatdeploy.errors import ConfigError
 from fatdeploy.runtimes.doctor.abilities import Ability
 from fatdeploy.runtimes.doctor.cuda_driver import Cuda, CudaDevice, cuda_here
@@ -31,21 +31,21 @@ without_gpu = pytest.mark.skipif(bool(cuda_here().devices), reason="there is a C
 
 
 class Pretending:
-    """Runs nothing: tests pass, exports and benches leave what they would, except those that are to fail."""
+    """Runs nothing: tests pass, exports and benches write their files, except those that must fail."""
 
     def __init__(self, failing: str = "", tests: str = RESULTS.replace("failure", "passing")) -> None:
         self.failing, self.tests = failing, tests
         self.commands: list[list[str]] = []
 
-    def __call__(self, command: Sequence[str]) -> Ran:
+    def __call__(self, command: Sequence[str]) -> CommandResult:
         self.commands.append([*command])
         if self.failing and self.failing in command:
-            return Ran(1, "", f"error: {self.failing} cannot be had")
+            return CommandResult(1, "", f"error: {self.failing} is not available")
         if command[1] == "pytest":
             Path(command[-1].partition("=")[2]).write_text(self.tests)
         elif command[2] == "bench":
             Path(command[-1]).write_text(json.dumps({"rows": [{"bundle": Path(command[3]).name}]}))
-        return Ran(0, "done\n", "")
+        return CommandResult(0, "done\n", "")
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_make_ends_at_once_with_our_line_where_there_is_no_gpu(tmp_path: Path) -
     ran = subprocess.run(
         ["make", "test-gpu", f"PYTHON={sys.executable}"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    # The command's exit code is 1, of which make speaks; its own is always 2 then.
+    # make prints the exit code of the command, 1; its own is then always 2.
     assert ran.stderr.splitlines()[0].startswith(f"error: {ABSENT}")
     assert ran.stderr.splitlines()[1].endswith("Error 1")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["Makefile", "benchmarks", "runtimes"]
@@ -102,14 +102,14 @@ def test_the_report_has_machine_versions_tests_and_a_bench_of_each_target_that_c
     assert report["passed"] is True
     assert report["doctor"]["machine"]["cores"] >= 1
     assert {part["name"] for part in report["doctor"]["parts"]} >= {"onnxruntime", "tensorrt-rtx"}
-    assert [one["outcome"] for one in report["tests"]["tests"]] == ["passed", "skipped", "passed"]
-    kinds = [(one["source"], one["target"], one["precision"]) for one in report["measured"]]
+    assert [test["outcome"] for test in report["tests"]["tests"]] == ["passed", "skipped", "passed"]
+    kinds = [(row["source"], row["target"], row["precision"]) for row in report["measured"]]
     assert kinds == [(source, *kind) for source in SOURCES for kind in MEASURED]
-    for one in report["measured"]:
-        if one["target"] == "tensorrt":
-            assert one["missing"] == ["tensorrt"]
+    for row in report["measured"]:
+        if row["target"] == "tensorrt":
+            assert row["missing"] == ["tensorrt"]
         else:
-            assert one["bench"]["rows"] == [{"bundle": f"{one['source']}-{one['target']}-{one['precision']}"}]
+            assert row["bench"]["rows"] == [{"bundle": f"{row['source']}-{row['target']}-{row['precision']}"}]
     assert json.loads(json.dumps(report)) == json.loads(json.dumps(report))
     assert [command[1:3] for command in runner.commands[:3]] == [
         ["pytest", "-m"],
@@ -123,18 +123,18 @@ def test_the_report_has_machine_versions_tests_and_a_bench_of_each_target_that_c
 def test_what_fails_is_in_the_report_and_the_run_has_not_passed(failing: str, command: str, tmp_path: Path) -> None:
     report = accepted(tmp_path, Pretending(failing))
     assert report["passed"] is False
-    failed = [one["failed"] for one in report["measured"] if one.get("failed")]
-    assert failed[0] == {"command": command, "exit_code": 1, "said": [f"error: {failing} cannot be had"]}
+    failed = [row["failed"] for row in report["measured"] if row.get("failed")]
+    assert failed[0] == {"command": command, "exit_code": 1, "said": [f"error: {failing} is not available"]}
 
 
 def test_a_test_that_fails_and_tests_that_are_all_skipped_are_not_passed(tmp_path: Path) -> None:
-    def failing(command: Sequence[str]) -> Ran:
+    def failing(command: Sequence[str]) -> CommandResult:
         (tmp_path / "tests.xml").write_text(RESULTS)
-        return Ran(1, "1 failed", "")
+        return CommandResult(1, "1 failed", "")
 
-    found = gpu_tests(tmp_path, failing)
-    assert found["passed"] is False
-    assert found["tests"][2] == {
+    report = gpu_tests(tmp_path, failing)
+    assert report["passed"] is False
+    assert report["tests"][2] == {
         "test": "tests.test_b.test_three",
         "outcome": "failure",
         "message": "wrong",
@@ -146,13 +146,13 @@ def test_a_test_that_fails_and_tests_that_are_all_skipped_are_not_passed(tmp_pat
 
 @without_gpu
 def test_the_tests_that_need_a_gpu_are_run_and_here_skipped_with_a_reason(tmp_path: Path) -> None:
-    # Those of one file that needs no torch: to look through all of them takes long.
-    found = gpu_tests(
+    # Only those of one file that needs no torch: collecting all tests takes long.
+    report = gpu_tests(
         tmp_path, lambda command: gpu_acceptance.run([*command, "--noconftest", "tests/doctor/test_doctor.py"])
     )
-    assert (found["passed"], found["exit_code"]) == (False, 0)
-    [one] = found["tests"]
-    assert (one["outcome"], one["message"]) == ("skipped", "there is no CUDA device here")
+    assert (report["passed"], report["exit_code"]) == (False, 0)
+    [test] = report["tests"]
+    assert (test["outcome"], test["message"]) == ("skipped", "there is no CUDA device here")
 
 
 @pytest.mark.usefixtures("gpu")
@@ -168,7 +168,7 @@ def test_the_command_writes_one_file_and_its_exit_code_says_whether_all_passed(
         assert list(tmp_path.iterdir()) == [out]
     ran = CliRunner().invoke(main, ["--out", str(tmp_path / "no" / "report.json")])
     assert (ran.exit_code, ran.stderr.count("\n")) == (1, 1)
-    assert "make it first" in ran.stderr
+    assert "create it first" in ran.stderr
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="the superuser may write anywhere")

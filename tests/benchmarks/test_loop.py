@@ -10,22 +10,21 @@ import numpy as np
 import pytest
 
 from benchmarks.loop import run as loop_overhead
-from benchmarks.loop.turns import BEAMS, CHECKS, CaseName, CostlessEngine, Sizes, Turn, allocated, overhead
+from benchmarks.loop.turns import BEAMS, CHECKS, CaseName, CostlessEngine, LoopSizes, LoopTurn, allocated, overhead
 from benchmarks.readme.other_tables import loop_table
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.engines.protocol import StepOut, Want
 from fatdeploy.spec import ModelSpec, Tokens
 
-SIZES = Sizes(steps=320, repetitions=1, positions=(20, 300))
+SIZES = LoopSizes(steps=320, repetitions=1, positions=(20, 300))
 
 
 @pytest.mark.parametrize("case", get_args(CaseName))
 def test_a_step_allocates_nothing_that_grows_with_the_vocabulary_or_the_position(case: CaseName) -> None:
-    plan = loop_overhead.Plan(cases=(case,), vocab_sizes=(1_000, 8_000), rounds=1, sizes=SIZES)
+    plan = loop_overhead.LoopPlan(cases=(case,), vocab_sizes=(1_000, 8_000), rounds=1, sizes=SIZES)
     turns = [turn for turn in plan.turns() if turn.batch == 1]
-    found = {turn: [overhead(turn, SIZES)] for turn in turns}
-    rows = [loop_overhead.row_of(turn, rounds) for turn, rounds in found.items()]
+    rows = [loop_overhead.row_of(turn, [overhead(turn, SIZES)]) for turn in turns]
     growth = loop_overhead.growth_of(plan, rows, case, 1)
     assert not growth["grows"], growth
 
@@ -50,22 +49,24 @@ def test_stops_and_controls_allocate_nothing_that_grows_with_the_position(beams:
     options = DecodeOptions(max_new_tokens=steps, stop=[(5, 6, 7), (9,)], repetition_penalty=1.2)
     if isinstance(beams, int):
         options = replace(options, num_beams=beams)
-        found = allocated(CostlessEngine(1, beams, spec), 1, options, SIZES.positions)
+        allocations = allocated(CostlessEngine(1, beams, spec), 1, options, SIZES.positions)
     else:
-        found = allocated(LeavingEngine(8, spec), 8, options, SIZES.positions)
-    # Half of what one more copy of the tokens so far would take.
-    assert found["position_300"] - found["position_20"] < 8 * 280 / 2, found
+        allocations = allocated(LeavingEngine(8, spec), 8, options, SIZES.positions)
+    # Half the size of one more copy of the tokens so far.
+    assert allocations["position_300"] - allocations["position_20"] < 8 * 280 / 2, allocations
 
 
-def test_an_array_of_the_vocabulary_or_of_what_was_said_is_growth() -> None:
-    plan = loop_overhead.Plan(cases=("greedy",), vocab_sizes=(1_000, 32_000), rounds=1, sizes=SIZES)
+def test_an_array_of_the_vocabulary_or_of_the_tokens_so_far_is_growth() -> None:
+    plan = loop_overhead.LoopPlan(cases=("greedy",), vocab_sizes=(1_000, 32_000), rounds=1, sizes=SIZES)
 
     def growth(early: int, late: int) -> dict[str, object]:
         counts = {
             1_000: {"position_20": 3000, "position_300": 3010},
             32_000: {"position_20": early, "position_300": late},
         }
-        rows = [{"case": "greedy", "batch": 1, "vocab_size": size, "bytes": found} for size, found in counts.items()]
+        rows = [
+            {"case": "greedy", "batch": 1, "vocab_size": size, "bytes": positions} for size, positions in counts.items()
+        ]
         return loop_overhead.growth_of(plan, rows, "greedy", 1)
 
     same = {"case": "greedy", "batch": 1}
@@ -79,19 +80,19 @@ def test_wrong_tokens_are_noticed_before_anything_is_timed(case: CaseName) -> No
     spec = ModelSpec(vocab_size=100, max_source=8, max_target=12, pad_id=0, bos_id=1, eos_id=2)
     engine = CostlessEngine(1, BEAMS, spec)
     worst = int(engine.log_probs[0, 0].argmin())
-    with pytest.raises(SystemExit, match="not those that the scores ask for"):
+    with pytest.raises(SystemExit, match="do not follow from the scores"):
         CHECKS[case]([Hypothesis((worst,) * 12, "length")], engine, 12)
 
 
 def test_a_step_of_every_search_is_timed_but_for_the_first_and_the_last() -> None:
-    sizes = Sizes(steps=40, repetitions=2, positions=(10, 30))
-    result = overhead(Turn(case="beams", batch=3, vocab_size=100), sizes)
+    sizes = LoopSizes(steps=40, repetitions=2, positions=(10, 30))
+    result = overhead(LoopTurn(case="beams", batch=3, vocab_size=100), sizes)
     assert len(result["seconds"]) == 2 * (40 - 8 - 1)
     assert min(result["seconds"]) > 0
     assert np.array([*result["bytes"].values()]).min() > 0
 
 
-def test_a_run_writes_what_the_docs_read(tmp_path: Path) -> None:
+def test_a_run_writes_what_the_readme_reads(tmp_path: Path) -> None:
     sizes = "--case top_p --vocab-size 64 --vocab-size 200 --steps 40 --positions 10 30 --rounds 1 --repetitions 1"
     arguments = [*sizes.split(), "--cache", str(tmp_path), "--out", str(tmp_path / "result.json")]
     run = click.testing.CliRunner().invoke(loop_overhead.main, arguments)

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.harness.decoders import STEP, Stepping, Translating
-from benchmarks.harness.measuring import Phases
-from benchmarks.harness.turns import Cache, Sizes
+from benchmarks.harness.settings import DecodeSizes, ModelCache
+from benchmarks.harness.timing import STEP, Phases
 from benchmarks.peers.ctranslate2_model import write_ctranslate2_model
+from benchmarks.peers.decoders import Stepping, Translating
 from benchmarks.peers.growing_caches import write_growing_caches
 from benchmarks.peers.growing_caches_decoding import GrowingCaches
 from benchmarks.quantized.prepare import prepare_bundle
-from benchmarks.quantized.run import Plan
+from benchmarks.quantized.run import QuantizedPlan
 from benchmarks.quantized.targets import targets
 from benchmarks.quantized.turns import QuantizedTurn, agreeing_prefix, checked
 from benchmarks.readme.engine_tables import quantized_table, speed_table
@@ -51,38 +51,38 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def known_targets(probe: Probe) -> Tokens:
-    """Return targets that no engine would say by itself."""
+    """Return targets that no engine would choose by itself."""
     return (probe.tokens * 7 + 5) % model_of(TINY).config.vocab_size
 
 
-def said_by_the_reference(probe: Probe, tokens: Tokens) -> Tokens:
-    """Return the arg-max of one pass over the whole target, which no cache and no loop of a benchmark has touched."""
-    read = np.concatenate([np.full((len(tokens), 1), model_of(TINY).config.bos_id), tokens[:, :-1]], 1)
+def chosen_by_the_reference(probe: Probe, tokens: Tokens) -> Tokens:
+    """Return the arg-max of one pass over the whole target, without the caches and loops of a benchmark."""
+    inputs = np.concatenate([np.full((len(tokens), 1), model_of(TINY).config.bos_id), tokens[:, :-1]], 1)
     with torch.inference_mode():
-        logits = model_of(TINY)(*(torch.from_numpy(array) for array in (probe.source, probe.mask, read)))
+        logits = model_of(TINY)(*(torch.from_numpy(array) for array in (probe.source, probe.mask, inputs)))
     return logits.argmax(-1).numpy()
 
 
 @pytest.mark.parametrize("rows", [slice(3, 4), slice(0, 1), slice(None)], ids=["one row", "one token", "padded"])
 def test_growing_caches_give_the_references_tokens(plain: Path, probe: Probe, rows: slice) -> None:
     longest = int(probe.mask[rows].sum(1).max())
-    one = replace(probe, source=probe.source[rows, :longest], mask=probe.mask[rows, :longest])
-    phases, tokens = Stepping(GrowingCaches(plain, threads=1), one).decoded(STEPS)
+    part = replace(probe, source=probe.source[rows, :longest], mask=probe.mask[rows, :longest])
+    phases, tokens = Stepping(GrowingCaches(plain, threads=1), part).decoded(STEPS)
     assert np.array_equal(tokens, probe.tokens[rows])
     assert phases.keys() == {"encode", "first_token", "per_token", "end_to_end"}
 
 
 def test_growing_caches_follow_known_tokens(plain: Path, probe: Probe) -> None:
     known = known_targets(probe)
-    found = Stepping(GrowingCaches(plain, threads=1), probe).following(known)
-    assert np.array_equal(found, said_by_the_reference(probe, known))
+    tokens = Stepping(GrowingCaches(plain, threads=1), probe).following(known)
+    assert np.array_equal(tokens, chosen_by_the_reference(probe, known))
 
 
 def test_ctranslate2_follows_known_tokens(tmp_path: Path, probe: Probe) -> None:
     write_ctranslate2_model(model_of(TINY), tmp_path / "float32")
     known = known_targets(probe)
-    found = Translating(tmp_path / "float32", probe, threads=1).following(known)
-    assert np.array_equal(found, said_by_the_reference(probe, known))
+    tokens = Translating(tmp_path / "float32", probe, threads=1).following(known)
+    assert np.array_equal(tokens, chosen_by_the_reference(probe, known))
 
 
 def test_quantizing_for_ctranslate2_leaves_the_reference_as_it_was(tmp_path: Path) -> None:
@@ -99,8 +99,8 @@ def test_a_row_agrees_up_to_its_first_difference() -> None:
 
 
 @dataclass(frozen=True)
-class Fixed:
-    """An engine that always says the same."""
+class FixedDecoder:
+    """An engine that always returns the same tokens."""
 
     tokens: Tokens
 
@@ -116,24 +116,24 @@ def turn_of(precision: str) -> QuantizedTurn:
 
 
 def test_wrong_tokens_are_an_error_of_exact_engines_alone(probe: Probe) -> None:
-    wrong = Fixed(known_targets(probe))
+    wrong = FixedDecoder(known_targets(probe))
     assert checked(turn_of("int8"), wrong, probe, STEPS)[0] == {"end_to_end": 1.0}
-    with pytest.raises(SystemExit, match="the tokens are not those of the reference: no time was recorded"):
+    with pytest.raises(SystemExit, match="the tokens differ from the reference's: no time was recorded"):
         checked(turn_of("fp32"), wrong, probe, STEPS)
-    with pytest.raises(SystemExit, match=r"\(4, 24\) tokens were asked for, \(4, 5\) came"):
-        checked(turn_of("int8"), Fixed(probe.tokens[:, :5]), probe, STEPS)
+    with pytest.raises(SystemExit, match=r"expected \(4, 24\) tokens, found \(4, 5\)"):
+        checked(turn_of("int8"), FixedDecoder(probe.tokens[:, :5]), probe, STEPS)
 
 
-def test_a_bundle_in_another_precision_than_asked_for_is_refused(tmp_path: Path) -> None:
-    cache = Cache(tmp_path, TINY)
-    shutil.copytree(bundle_of(TINY).path, cache.model("fatdeploy", "int8"))
-    with pytest.raises(SystemExit, match="bundle-int8 is a bundle in fp32, asked for was int8"):
-        prepare_bundle(cache, "int8")
+def test_a_bundle_in_another_precision_than_requested_is_refused(tmp_path: Path) -> None:
+    models = ModelCache(tmp_path, TINY)
+    shutil.copytree(bundle_of(TINY).path, models.model("fatdeploy", "int8"))
+    with pytest.raises(SystemExit, match="bundle-int8: expected a bundle in int8, found fp32"):
+        prepare_bundle(models, "int8")
 
 
 def test_ctranslate2_has_one_worker_of_all_threads_or_all_workers_of_one() -> None:
-    sizes = Sizes(cache="", source=4, target=4, repetitions=1)
-    plan = Plan(
+    sizes = DecodeSizes(cache="", source=4, target=4, repetitions=1)
+    plan = QuantizedPlan(
         preset=TINY,
         engines=("ctranslate2", "plain"),
         precisions=(),
@@ -169,7 +169,7 @@ def row_of(engine: str, precision: str, step: float, **rest: Any) -> dict[str, A
 
 
 def judged(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    return [one for one in targets(rows) if name in one["target"] and one.get("batch", 1) == 1]
+    return [target for target in targets(rows) if name in target["target"] and target.get("batch", 1) == 1]
 
 
 def test_targets_compare_the_best_settings_of_both_sides() -> None:
@@ -198,21 +198,23 @@ def test_targets_limit_size_load_and_memory() -> None:
     rows = [row_of("fatdeploy", "int8", 2.0), row_of("ctranslate2", "int8", 6.0, memory=light)]
     [size], [load] = judged(rows, "on disk"), judged(rows, "loads")
     assert (size["found"], size["met"], load["found"], load["met"]) == (65.0, True, 0.4, True)
-    assert [(one["found"], one["met"]) for one in judged(rows, "memory")] == [(100 / 70, False), (1.2, True)]
+    assert [(target["found"], target["met"]) for target in judged(rows, "memory")] == [(100 / 70, False), (1.2, True)]
 
 
 def test_a_target_with_a_side_that_was_not_measured_is_neither_met_nor_missed() -> None:
-    found = targets([row_of("fatdeploy", "fp32", 2.0)])
-    assert {one["met"] for one in found} == {None}
-    assert found[0]["said"] == "not measured: int8 step, times faster than CTranslate2's best, batch 1 (at least 3)"
+    unmeasured = targets([row_of("fatdeploy", "fp32", 2.0)])
+    assert {target["met"] for target in unmeasured} == {None}
+    assert (
+        unmeasured[0]["said"] == "not measured: int8 step, times faster than CTranslate2's best, batch 1 (at least 3)"
+    )
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory, plain: Path) -> dict[str, Any]:
     """Return a tiny run; what is called int8 is the fp32 bundle under another name."""
     folder = tmp_path_factory.mktemp("quantized")
-    shutil.copytree(plain, Cache(folder, TINY).model("plain"))
-    int8 = Cache(folder, TINY).model("fatdeploy", "int8")
+    shutil.copytree(plain, ModelCache(folder, TINY).model("plain"))
+    int8 = ModelCache(folder, TINY).model("fatdeploy", "int8")
     shutil.copytree(bundle_of(TINY).path, int8)
     write_manifest(int8, replace(bundle_of(TINY).manifest, precision="int8"))
     sizes = "--batch 2 --threads 1 --source 6 --target 5 --rounds 1 --repetitions 2"
@@ -224,18 +226,18 @@ def test_a_run_has_every_engine_in_every_precision(result: dict[str, Any]) -> No
     assert {"machine", "versions", "commit", "date", "tokens_checked", "compute_types"} <= result.keys()
     assert result["bundles"]["fp32"]["digest"] == bundle_of(TINY).digest != result["bundles"]["int8"]["digest"]
     ours = [("fatdeploy", "fp32"), ("fatdeploy", "int8")]
-    theirs = [("ctranslate2", one) for one in result["compute_types"]]
+    theirs = [("ctranslate2", compute_type) for compute_type in result["compute_types"]]
     rows = {(row["engine"], row["precision"]): row for row in result["results"]}
     assert list(rows) == [*ours, *theirs, ("plain", "fp32"), ("reference", "fp32")]
     assert {"float32", "int8"} <= result["compute_types"].keys()
     assert {row["repetitions"] for row in result["results"]} == {2}
 
 
-def test_a_run_says_agreement_memory_and_size_beside_every_time(result: dict[str, Any]) -> None:
+def test_a_run_has_agreement_memory_and_size_beside_every_time(result: dict[str, Any]) -> None:
     rows = {(row["engine"], row["precision"]): row for row in result["results"]}
     same = {"forced": 1.0, "prefix": 1.0}
     exact = [("fatdeploy", "int8"), ("ctranslate2", "float32"), ("plain", "fp32"), ("reference", "fp32")]
-    assert all(rows[one]["agreement"] == same for one in exact)
+    assert all(rows[engine]["agreement"] == same for engine in exact)
     assert 0 <= rows["ctranslate2", "int8"]["agreement"]["forced"] <= 1
     for row in result["results"]:
         assert (row["memory"] is not None) == (row["engine"] in {"fatdeploy", "ctranslate2"})
@@ -288,8 +290,8 @@ def test_a_run_shows_where_a_step_goes_and_what_it_reads(result: dict[str, Any])
 
 
 def rows_bytes(result: dict[str, Any]) -> int:
-    found: int = next(row["bytes_on_disk"] for row in result["results"] if row["precision"] == "int8")
-    return found
+    size: int = next(row["bytes_on_disk"] for row in result["results"] if row["precision"] == "int8")
+    return size
 
 
 def bar_width(path: str) -> float:

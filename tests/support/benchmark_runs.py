@@ -7,16 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.turns import Cache
+from benchmarks.harness.settings import ModelCache
 from tests.support.bundles import bundle_of
 
 ROOT = Path(__file__).parents[2]
 
 
 def run_of(module: str, arguments: str, presets: tuple[str, ...], folder: Path) -> dict[str, Any]:
-    """Return the result of a tiny run over bundles that other tests exported: exporting is the slow part."""
+    """Return the result of a tiny run over bundles of other tests: exporting is the slow part."""
     for preset in presets:
-        shutil.copytree(bundle_of(preset).path, Cache(folder, preset).bundle)
+        shutil.copytree(bundle_of(preset).path, ModelCache(folder, preset).bundle)
     command = [sys.executable, "-m", module, *arguments.split()]
     run = subprocess.run(
         [*command, "--cache", folder, "--out", folder / "result.json"],
@@ -27,5 +27,5 @@ def run_of(module: str, arguments: str, presets: tuple[str, ...], folder: Path) 
     )
     assert run.returncode == 0, run.stderr
     assert not list(folder.glob("*.partial.json"))
-    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return found
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return result

@@ -73,7 +73,7 @@ def test_a_profile_is_shown_as_two_tables() -> None:
     run = CliRunner().invoke(main, [str(bundle_of("transformer-tiny").path), "--steps", "2", "--top", "3"])
     assert run.exit_code == 0, run.output
     said, _, ops, *rest = run.stdout.splitlines()
-    assert re.fullmatch(r"[\d.]+ ms a step over 2 steps, [\d.-]+ of it between ops", said)
+    assert re.fullmatch(r"[\d.]+ ms per step over 2 steps, [\d.-]+ of it between ops", said)
     assert ops.split() == ["op", "calls", "ms", "share"]
     assert rest[rest.index("") + 1].split() == ["node", "op", "ms", "share"]
     assert len(rest) - rest.index("") == 5
