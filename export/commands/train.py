@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from fatdeploy.export.commands.export import need_export_packages
+from fatdeploy.export.commands.packages import need_export_packages
 from fatdeploy.export.training.settings import TrainSettings
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 
 from fatdeploy.bundle import Bundle
 from fatdeploy.cli import main
-from fatdeploy.export.commands.export import demo as demo_command
+from fatdeploy.export.commands.demo import demo as demo_command
 from fatdeploy.export.g2p.demo import Pronounced, picture_lines
 from fatdeploy.manifest import MANIFEST
 from tests.support.bundles import bundle_of
@@ -32,10 +32,10 @@ def test_the_demonstration_shows_words_alternatives_letters_latency_parity_and_h
     assert lines[4] == "Which letters of 'station' each phoneme was read from:"
     assert lines[5] == "      s t a t i o n"
     assert [line.split()[0] for line in lines[6:12]] == ["S", "T", "EY1", "SH", "AH0", "N"]
-    assert lines[13].startswith("latency of a word, greedy, 1 thread: p50 ")
+    assert lines[13].startswith("latency per word, greedy, 1 thread: p50 ")
     assert "rows are the reference's; chosen logits within" in lines[14]
     assert re.match(
-        r"int8: (99\.\d+|100\.00)% of 3\d{3} tokens and 4\d\d of 500 words are the reference's; a row", lines[15]
+        r"int8: (99\.\d+|100\.00)% of 3\d{3} tokens and 4\d\d of 500 words are the reference's; rows", lines[15]
     )
 
 
