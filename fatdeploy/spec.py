@@ -198,6 +198,11 @@ class ModelSpec:
             self, memory=memory, state=tuple(_halved(one, dtype) if one.kind == "cache" else one for one in self.state)
         )
 
+    def ordinary_ids(self) -> list[int]:
+        """Return the ids that stand for themselves: all but padding, BOS and EOS."""
+        special = {self.pad_id, self.bos_id, self.eos_id}
+        return [token for token in range(self.vocab_size) if token not in special]
+
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON values, defaults included: a later change of a default changes no bundle."""
         values: dict[str, Any] = json_from_record(self)

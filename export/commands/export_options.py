@@ -11,7 +11,7 @@ from fatdeploy.export.models.exportable import Choices
 from fatdeploy.export.pipeline import Origin
 from fatdeploy.export.quantize.gate import Bar
 from fatdeploy.export.quantize.quantizer import QuantizeRequest
-from fatdeploy.export.quantize.rewrite_ort import MatrixPrecision
+from fatdeploy.export.quantize.recipe import MatrixPrecision
 from fatdeploy.runtimes.commands.build import asked_engines, refuse_engine_options
 from fatdeploy.runtimes.engines.trt.build.build import finish_bundle, planned
 from fatdeploy.spec import ModelSpec
