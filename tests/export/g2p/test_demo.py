@@ -51,20 +51,20 @@ def test_the_demonstration_as_json_has_all_of_it() -> None:
 def test_words_with_anything_but_letters_are_refused_together() -> None:
     run = demo("kit", "Zürich", "two words")
     assert (run.exit_code, run.stdout) == (1, "")
-    told = "a word is letters from a to z and apostrophes, found 'zürich', 'two words': leave them out"
-    assert told in run.stderr
+    message = "a word is letters from a to z and apostrophes, found 'zürich', 'two words': leave them out"
+    assert message in run.stderr
 
 
 def test_a_bundle_that_is_not_the_demonstrations_is_neither_shown_nor_replaced() -> None:
-    for bundle, told in [
-        (g2p_bundle(), "is not a bundle of the demonstration: precision is fp32, expected int8; name a folder that is"),
+    for bundle, message in [
+        (g2p_bundle(), "is not a bundle of the demonstration: precision is fp32, expected int8; name a new folder"),
         (bundle_of("fat-tiny"), "model is fat-tiny, expected g2p; licence is None, expected Apache-2.0; trained on"),
-        (bundle_of("fat-tiny"), "precision is fp32, expected int8; attention is None, expected 0; name a folder that"),
+        (bundle_of("fat-tiny"), "precision is fp32, expected int8; attention is None, expected 0; name a new folder"),
     ]:
         before = (bundle.path / MANIFEST).read_bytes()
         run = demo("kit", bundle=bundle)
         assert (run.exit_code, run.stdout) == (1, "")
-        assert told in run.stderr
+        assert message in run.stderr
         assert (bundle.path / MANIFEST).read_bytes() == before
 
 
