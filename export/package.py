@@ -23,7 +23,7 @@ from fatdeploy.export.graph_files import (
     write_structure,
 )
 from fatdeploy.export.quantize.integers import WeightBits, best_blocks, columns_from_matrix
-from fatdeploy.export.quantize.rewrite_ort import BESIDE_INTEGERS, MatrixPrecision
+from fatdeploy.export.quantize.recipe import BESIDE_INTEGERS, MatrixPrecision
 from fatdeploy.export.tracing.trace import INNER
 from fatdeploy.manifest import DECODER, WEIGHTS, OutputMatrix, WeightGroup
 

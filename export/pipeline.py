@@ -27,7 +27,7 @@ from fatdeploy.export.proof.cuda_ops import cuda_record, decoder_seams, runs_on_
 from fatdeploy.export.proof.draw_probes import drawn_probes
 from fatdeploy.export.quantize.examples import Example, examples_from_file, random_examples
 from fatdeploy.export.quantize.gate import RANDOM_STEPS, metric_of
-from fatdeploy.export.quantize.quantizer import Quantizer, QuantizeRequest, Trial, check_asked
+from fatdeploy.export.quantize.quantizer import Quantizer, QuantizeRequest, Trial, check_request
 from fatdeploy.export.reference.checkpoint import stored_tensors
 from fatdeploy.export.reference.seams import Seams
 from fatdeploy.export.tracing.dialect_base import OPSET
@@ -100,7 +100,7 @@ def write_bundle(
     trial: Trial | None = None
     floats: FloatPrecision = "fp32"
     if request is not None:
-        check_asked(request, record)
+        check_request(request, record)
         trial = trial_of(origin, request, _examples(exportable.spec, origin, tokenizer), tokenizer, stage)
     else:
         floats = checked_floats(record, precision)
@@ -171,7 +171,7 @@ class Plain:
 def write_quantized(model: Plain, plain: Bundle, folder: Path, trial: Trial) -> None:
     """Write the quantized bundle of graphs that are proved right, with the gate's result in its certificate."""
     exportable, origin = model.exportable, model.origin
-    manifest = replace(plain.manifest, precision=trial.asked.precision)
+    manifest = replace(plain.manifest, precision=trial.request.precision)
     quantizer = Quantizer(exportable, model.graphs, manifest, trial, model.stage)
     judged = quantizer.written(folder, enforced=not origin.random)
     for name in (PROBES, *([TOKENIZER] if origin.tokenizer is not None else [])):
@@ -181,7 +181,7 @@ def write_quantized(model: Plain, plain: Bundle, folder: Path, trial: Trial) -> 
     output_matrix = None
     if matrix is not None:
         output_matrix = quantizer.placed_output(matrix.detach().numpy(), judged.quantization, folder)
-    write_certificate(folder, judged.certificate(read_certificate(plain), trial.asked))
+    write_certificate(folder, judged.certificate(read_certificate(plain), trial.request))
     histograms = {
         part: {**plain.manifest.histograms[part], "quantized": quantizer.histograms[part]} for part in model.graphs
     }

@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.harness.timing import Phases
 from fatdeploy.bundle import Bundle
 from fatdeploy.manifest import WEIGHTS
-from fatdeploy.runtimes.bench.report import summary
+from fatdeploy.runtimes.bench.report import percentile_summary
 
 Row = dict[str, Any]
 SUMMARY = ("min_ms", "p50_ms", "p95_ms")
@@ -18,7 +18,7 @@ SUMMARY = ("min_ms", "p50_ms", "p95_ms")
 def phase_summaries(repetitions: Sequence[Phases]) -> dict[str, dict[str, float]]:
     """Return minimum, median and 95th percentile of each phase in milliseconds."""
     samples = {name: np.array([phases[name] for phases in repetitions]) * 1e3 for name in repetitions[0]}
-    summaries = {name: summary(ms) for name, ms in samples.items()}
+    summaries = {name: percentile_summary(ms) for name, ms in samples.items()}
     return {name: {column: columns[column] for column in SUMMARY} for name, columns in summaries.items()}
 
 

@@ -1,4 +1,4 @@
-"""Commands that need torch, and how their results are shown. It and numpy are imported when a command runs."""
+"""``fatdeploy export``: its options and what it prints. It imports torch and numpy only when the command runs."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,6 @@ import click
 from fatdeploy.exporter import need_export_packages
 from fatdeploy.runtimes.commands.build import BuildArguments, build_options, engine_lines
 from fatdeploy.runtimes.commands.progress import show_stage
-from fatdeploy.tables import aligned
 from fatdeploy.targets import (
     DEFAULT_TARGET,
     TARGETS,
@@ -41,80 +40,6 @@ class ExportArguments(BuildArguments):
     build: bool
     activations: str
     ranges: str
-
-
-@click.command(
-    epilog="""\b
-Examples:
-  fatdeploy presets
-  fatdeploy presets --json
-"""
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON list with every value of each configuration.")
-def presets(as_json: bool) -> None:
-    """List the models that come with fatdeploy.
-
-    Every preset in every size, with its parameter count. A name such as fat-small stands for that model with seeded
-    random weights.
-    """
-    need_export_packages()
-    from fatdeploy.export.reference.summary import Summary, summaries
-
-    found = summaries()
-    if as_json:
-        click.echo(json.dumps([summary.as_dict() for summary in found], indent=2))
-        return
-    for line in aligned([Summary.HEADINGS, *(summary.row() for summary in found)]):
-        click.echo(line)
-
-
-@click.command(
-    epilog="""\b
-Examples:
-  fatdeploy demo
-  fatdeploy demo onomatopoeia "o'clock" --json
-"""
-)
-@click.argument("words", nargs=-1)
-@click.option(
-    "--bundle",
-    default="demo.bundle",
-    show_default=True,
-    type=click.Path(path_type=Path),
-    help="Where the exported model is, or is put; a bundle with another precision or attention is refused.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def demo(words: tuple[str, ...], bundle: Path, as_json: bool) -> None:
-    """Pronounce English words with the bundled model.
-
-    Exports it to int8 (the first time), proves that the graphs say what the PyTorch model says and how close the
-    integers come to it, and shows for each word the best pronunciations with their scores, from which letters one was
-    read, and how long a word takes. Capital letters are read as small ones.
-    """
-    need_export_packages()
-    from fatdeploy.export.g2p.demo import WORDS, demonstrated, picture_lines
-
-    shown = demonstrated(words or WORDS, bundle, show_stage)
-    if as_json:
-        click.echo(json.dumps(shown.as_dict()))
-        return
-    rows = [(one.word, *(f"{text}  ({score:.2f})" for text, score in one.best)) for one in shown.words]
-    for line in aligned([("word", "best", "second", "third"), *rows]):
-        click.echo(line)
-    pictured = max(shown.words, key=lambda one: len(one.word))
-    click.echo(f"\nWhich letters of {pictured.word!r} each phoneme was read from:")
-    for line in picture_lines(pictured):
-        click.echo(line)
-    click.echo(
-        f"\nlatency of a word, greedy, {shown.threads} thread: p50 {shown.p50_ms:.2f} ms, p95 {shown.p95_ms:.2f} ms"
-    )
-    click.echo(f"parity: {shown.parity.line()}")
-    check = shown.quantized
-    click.echo(
-        f"int8: {check.share:.2%} of {check.tokens} tokens and {check.same_sequences} of {check.sequences} words are "
-        "the reference's; a row of a batch is bit for bit the row alone"
-    )
-    click.echo(f"bundle: {bundle}, {shown.bundle_bytes / 1e6:.1f} MB. Next: fatdeploy run {bundle} YOUR WORDS")
 
 
 @click.command(

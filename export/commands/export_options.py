@@ -7,7 +7,7 @@ from fatdeploy.errors import ConfigError, in_one_line
 from fatdeploy.export.models.exportable import Choices
 from fatdeploy.export.quantize.gate import Bar
 from fatdeploy.export.quantize.quantizer import QuantizeRequest
-from fatdeploy.export.quantize.rewrite_ort import MatrixPrecision
+from fatdeploy.export.quantize.recipe import MatrixPrecision
 from fatdeploy.runtimes.commands.build import build_request, refuse_engine_options
 from fatdeploy.runtimes.engines.trt.build.build import BuildRequest
 from fatdeploy.targets import TARGETS, FloatPrecision, Target, either, engine_targets

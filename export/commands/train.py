@@ -1,4 +1,4 @@
-"""``fatdeploy train``: options, the live line, and what is said at the end."""
+"""``fatdeploy train``: options, the live line, and what is printed at the end."""
 
 import json
 import signal
@@ -24,7 +24,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class Change(click.ParamType[tuple[str, Any]]):
-    """``name=value`` for a field of the configuration; the value is JSON, or text as it stands."""
+    """``name=value`` for a field of the configuration; the value is JSON or plain text."""
 
     name = "name=value"
 
@@ -39,7 +39,7 @@ class Change(click.ParamType[tuple[str, Any]]):
 
 
 def _setting(name: str, text: str) -> Callable[[Command], Command]:
-    """Return the option of one of TrainSettings, with its type and default; the settings know their ranges."""
+    """Return the option of a field of TrainSettings, with its type and default; the settings check their ranges."""
     default = getattr(TrainSettings(), name)
     return click.option(
         f"--{name.replace('_', '-')}", default=default, show_default=True, type=type(default), help=text
@@ -57,46 +57,52 @@ Examples:
 )
 @click.argument("pairs", type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="The checkpoint's folder.")
-@click.option("--validation", type=click.Path(path_type=Path), help="Pairs to validate with; else 1 source in 50.")
-@click.option("--preset", default="fat-small", show_default=True, help="Which model; see: fatdeploy presets")
 @click.option(
-    "--set", "changes", multiple=True, type=Change(), help="Change a value of the preset, such as width=128; repeat."
+    "--validation", type=click.Path(path_type=Path), help="Pairs to validate with (default: 1 source in 50 of PAIRS)."
+)
+@click.option("--preset", default="fat-small", show_default=True, help="The model to train; see: fatdeploy presets")
+@click.option(
+    "--set",
+    "changes",
+    multiple=True,
+    type=Change(),
+    help="Change a value of the preset, such as width=128. May be repeated.",
 )
 @click.option(
     "--tokenizer",
     type=click.Choice(["characters", "symbols", "bpe"]),
     default="characters",
     show_default=True,
-    help="characters; symbols: targets are symbols between blanks, such as phonemes; bpe: pieces of words, learned.",
+    help="characters; symbols: targets are symbols between blanks, such as phonemes; bpe: learned pieces of words.",
 )
-@click.option("--vocab-size", type=click.IntRange(1), help="Most tokens of bpe; 8000 unless said.")
-@_setting("epochs", "How often all pairs are read.")
-@_setting("batch_size", "Pairs a step.")
-@_setting("learning_rate", "The highest of all steps.")
-@_setting("warmup", "Steps until it is reached.")
-@_setting("weight_decay", "Of matrices, a step.")
-@_setting("clip", "Longest gradient; 0 leaves it as it is.")
-@_setting("label_smoothing", "Given to all other tokens.")
-@_setting("scheduled_sampling", "Share of its own words read at the end.")
-@_setting("guided_attention", "Weight of attention off the diagonal.")
+@click.option("--vocab-size", type=click.IntRange(1), help="Largest number of tokens for bpe (default: 8000).")
+@_setting("epochs", "Number of passes over all pairs.")
+@_setting("batch_size", "Pairs per step.")
+@_setting("learning_rate", "Peak learning rate.")
+@_setting("warmup", "Steps until the peak learning rate.")
+@_setting("weight_decay", "Weight decay of matrices per step.")
+@_setting("clip", "Largest norm of gradients; 0 sets no limit.")
+@_setting("label_smoothing", "Probability spread over all other tokens.")
+@_setting("scheduled_sampling", "Share of its own tokens that the model reads at the end.")
+@_setting("guided_attention", "Weight of the loss on attention off the diagonal.")
 @click.option(
-    "--draw-threshold", is_flag=True, help="Learn with all hybrid thresholds, then choose the lowest good one."
+    "--draw-threshold", is_flag=True, help="Train with random hybrid thresholds, then choose the lowest good one."
 )
-@_setting("seed", "Of weights and order.")
-@_setting("threads", "Of torch.")
-@_setting("save_seconds", "Between two states to resume from; one is saved after every epoch, too.")
-@click.option("--half", is_flag=True, help="Store the weights in half precision when all is learned.")
-@click.option("--resume", is_flag=True, help="Go on where a training in this folder was stopped.")
-@click.option("--force", is_flag=True, help="Train anew in a folder that is there.")
+@_setting("seed", "Random seed for weights and order.")
+@_setting("threads", "Number of torch threads.")
+@_setting("save_seconds", "Seconds between saved states to resume from; every epoch also saves one.")
+@click.option("--half", is_flag=True, help="Store the final weights in half precision.")
+@click.option("--resume", is_flag=True, help="Continue a stopped training in this folder.")
+@click.option("--force", is_flag=True, help="Start over in an existing folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report of the training as JSON.")
 def train(
     pairs: Path, out: Path, validation: Path | None, resume: bool, force: bool, as_json: bool, **options: Any
 ) -> None:
     """Train a model on pairs of texts.
 
-    A line of PAIRS is source, TAB, target. The folder holds a checkpoint for fatdeploy export after every epoch (the
-    best one so far), a report, and curve.svg. A training that was stopped goes on with --resume and ends with the same
-    weights as one that was not.
+    Each line of PAIRS is source, TAB, target. After every epoch the folder holds the best checkpoint so far (for
+    fatdeploy export), a report, and curve.svg. A stopped training continues with --resume and ends with the same
+    weights as an uninterrupted one.
     """
     need_export_packages()
     from fatdeploy.errors import ConfigError
@@ -107,13 +113,13 @@ def train(
     if resume and force:
         raise click.UsageError("--resume and --force exclude each other")
     if out.exists() and not (resume or force):
-        raise ConfigError(f"{out} exists: go on with --resume, train anew with --force, or choose another folder")
+        raise ConfigError(f"{out} exists: continue with --resume, start over with --force, or choose another folder")
     half = options.pop("half")
     chosen = {name: options.pop(name) for name in ("preset", "tokenizer", "vocab_size")}
     changes = dict(options.pop("changes"))
     plan = TrainingPlan(**chosen, changes=changes, settings=TrainSettings(**options))
     with closing(Training(plan, read_parts(pairs, validation), out, resume=resume)) as training:
-        _warn_of_unknown(training)
+        _warn_about_unknown(training)
         _train(training)
         score = training.finish(_say_threshold, half=half)
     if as_json:
@@ -125,43 +131,43 @@ def train(
 def _train(training: "Training") -> None:
     from fatdeploy.export.training.trainer import Epoch
 
-    with _live_line(training) as line, asked_to_stop() as asked:
+    with _live_line(training) as line, stop_signal() as stop:
         for event in training.events():
             if isinstance(event, Epoch):
                 line.clear()
                 _say_epoch(training.trainer.progress.epochs, training.trainer.settings.epochs)
             else:
                 line.show(event.epoch, event.step, event.loss)
-            if asked.is_set():
+            if stop.is_set():
                 training.trainer.save()
                 line.clear()
-                raise click.ClickException("stopped; what was learned is saved, go on with --resume")
+                raise click.ClickException("stopped; the training is saved, continue with --resume")
 
 
 @contextmanager
-def asked_to_stop() -> Iterator[Event]:
-    """Yield what is set by the first Ctrl-C or SIGTERM, so that no step is cut in two; the second one acts at once."""
-    asked = Event()
+def stop_signal() -> Iterator[Event]:
+    """Yield an event that the first Ctrl-C or SIGTERM sets, so that no step is cut short; the second acts at once."""
+    stop = Event()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def restore(*_: object) -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
 
-    def ask(*_: object) -> None:
-        asked.set()
+    def request_stop(*_: object) -> None:
+        stop.set()
         restore()
 
     for number in before:
-        signal.signal(number, ask)
+        signal.signal(number, request_stop)
     try:
-        yield asked
+        yield stop
     finally:
         restore()
 
 
 class _Line:
-    """One line on a terminal that is written over; nothing where nobody looks."""
+    """A line on a terminal that is rewritten in place; invisible elsewhere."""
 
     def __init__(self, training: "Training", *, visible: bool) -> None:
         self._per_epoch, self._visible = training.trainer.steps_per_epoch, visible
@@ -196,12 +202,12 @@ def _say(text: str) -> None:
 
 
 def _say_epoch(epochs: "Sequence[Epoch]", n_epochs: int) -> None:
-    """Say what is known after the last of these epochs; their seconds add up."""
+    """Print the result of the last of these epochs; their seconds are cumulative."""
     epoch = epochs[-1]
     seconds = epoch.seconds - (epochs[-2].seconds if len(epochs) > 1 else 0)
     kept = "  kept" if epoch.best else ""
     _say(
-        f"epoch {epoch.number}/{n_epochs}  {seconds:.1f} s, {epoch.seconds:.1f} s in all  "
+        f"epoch {epoch.number}/{n_epochs}  {seconds:.1f} s, {epoch.seconds:.1f} s total  "
         f"training loss {epoch.train_loss:.4f}  validation loss {epoch.score.loss:.4f}, "
         f"{_score_line(epoch.score)}{kept}"
     )
@@ -212,10 +218,10 @@ def _say_threshold(threshold: float, score: "ValidationScore") -> None:
 
 
 def _score_line(score: "ValidationScore") -> str:
-    return f"token errors {score.token_error_rate:.2f} %, sources with any {score.sequence_error_rate:.2f} %"
+    return f"token errors {score.token_error_rate:.2f} %, sources with errors {score.sequence_error_rate:.2f} %"
 
 
-def _warn_of_unknown(training: "Training") -> None:
+def _warn_about_unknown(training: "Training") -> None:
     pairs = [(pair.source, pair.target) for pair in training.validation.pairs]
     unknown = training.coder.unknown(pairs)
     if unknown:

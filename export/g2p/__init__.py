@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-# What is typed in the place of a preset or a folder.
+# The name to type instead of a preset or a folder.
 NAME = "g2p"
-# A checkpoint as any other, with the notice of the data that it was trained on and the report of its training.
+# An ordinary checkpoint, with a notice about its training data and the report of its training.
 CHECKPOINT = Path(__file__).parent / "checkpoint"
 LICENCE = "Apache-2.0; trained on the CMU Pronouncing Dictionary, Copyright (C) 1993-2015 Carnegie Mellon University"
-# Pairs that a quantization of it is calibrated with (of the training part) and judged by (of the validation part).
+# Pairs that calibrate a quantization of it (from the training part) and judge it (from the validation part).
 CALIBRATION, PROBES = CHECKPOINT / "calibration.tsv", CHECKPOINT / "probes.tsv"

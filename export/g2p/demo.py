@@ -1,8 +1,9 @@
-"""The demonstration: the bundled model from checkpoint to words on this machine."""
+"""The demonstration: the bundled model from checkpoint to pronounced words on this machine."""
 
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,9 @@ WORDS = (
     "internationalization",
 )
 BEAMS, ALTERNATIVES = 5, 3
-REPETITIONS = 25  # of every word, for its latency
+REPETITIONS = 25  # per word, to measure latency
 SHADES = " ░▒▓█"
-# What is exported: integers, with the cross-attention of the first decoder layer for the picture.
+# The export has integers, and the cross-attention of the first decoder layer for the picture.
 PRECISION: Integers = "int8"
 ATTENTION = 0
 LETTERS = re.compile("[a-z']+")
@@ -51,17 +52,17 @@ LETTERS = re.compile("[a-z']+")
 
 @dataclass(frozen=True)
 class Pronounced:
-    """A word, the best pronunciations with their scores, and from which letters the greedy one was read."""
+    """A word, its best pronunciations with their scores, and the letters that the greedy one was read from."""
 
     word: str
     best: list[tuple[str, float | None]]
     greedy: str
-    letters: list[list[float]]  # a row a phoneme of the greedy one, a column a letter
+    letters: list[list[float]]  # one row per phoneme of the greedy one, one column per letter
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """All that is shown."""
+    """Everything the demonstration shows."""
 
     bundle: str
     bundle_bytes: int
@@ -78,23 +79,23 @@ class Demonstration:
 
 
 def demonstrated(words: Sequence[str], folder: Path, stage: Callable[[str], None]) -> Demonstration:
-    """Return what the bundled model makes of words; its bundle is exported to ``folder`` unless it is there."""
+    """Return how the bundled model pronounces words; its bundle is exported to ``folder`` if missing."""
     words = _letters_of(words)
     bundle = _exported(folder, stage)
     stage("comparing with the reference's tokens")
     parity, quantized = _compared(bundle)
     stage("pronouncing")
     with fatdeploy.load(folder, threads=1) as model:
-        found = model.generate(words, DecodeOptions(num_beams=BEAMS, num_return_sequences=ALTERNATIVES))
+        beams = model.generate(words, DecodeOptions(num_beams=BEAMS, num_return_sequences=ALTERNATIVES))
         greedy = model.generate(words)
         times = _times(model, words)
-    shown = [_pronounced(*each) for each in zip(words, found, greedy, strict=True)]
+    pronounced = [_pronounced(*results) for results in zip(words, beams, greedy, strict=True)]
     p50, p95 = np.percentile(np.array(times) * 1e3, [50, 95]).tolist()
-    return Demonstration(str(folder), bundle.total_bytes, parity, quantized, shown, p50, p95, 1)
+    return Demonstration(str(folder), bundle.total_bytes, parity, quantized, pronounced, p50, p95, 1)
 
 
 def _letters_of(words: Sequence[str]) -> list[str]:
-    """Return words as the model was trained to read them, in lower case; what no word of it has is refused."""
+    """Return words in lower case, as the model was trained on; words with anything but letters are refused."""
     lower = [word.lower() for word in words]
     wrong = [repr(word) for word in lower if not LETTERS.fullmatch(word)]
     if wrong:
@@ -104,53 +105,48 @@ def _letters_of(words: Sequence[str]) -> list[str]:
 
 def _compared(bundle: Bundle) -> tuple[Parity | HalfParity, GateCheck]:
     """Return the parity of a bundle's graphs in fp32, and how close its integers are to the reference here."""
-    engine = OrtEngine(bundle, OrtOptions(threads=1, spinning=False))
-    try:
+    with closing(OrtEngine(bundle, OrtOptions(threads=1, spinning=False))) as engine:
         return read_certificate(bundle).parity, verified_quantized(bundle, engine)
-    finally:
-        engine.close()
 
 
 def _exported(folder: Path, stage: Callable[[str], None]) -> Bundle:
-    """Return the bundle in a folder; it is exported if there is none, or one of other weights of the same model."""
+    """Return the bundle in a folder; export it if it is missing, or has other weights of the same model."""
     model, origin = bundled_model()
     if folder.exists():
         bundle = read_bundle(folder)
         _check_own(bundle)
         if bundle.manifest.source.sha256 == weights_hash(model):
             return bundle
-        stage("the weights are others than those in the bundle: exporting again")
-    exportable, asked = (
-        exportable_model(model, Choices(attention_layer=ATTENTION)),
-        QuantizeRequest(precision=PRECISION),
-    )
-    return write_bundle(exportable, folder, origin=origin, precision=asked, force=True, stage=stage)
+        stage("the bundle has other weights: exporting again")
+    exportable = exportable_model(model, Choices(attention_layer=ATTENTION))
+    request = QuantizeRequest(precision=PRECISION)
+    return write_bundle(exportable, folder, origin=origin, precision=request, force=True, stage=stage)
 
 
 def _check_own(bundle: Bundle) -> None:
-    """Refuse a bundle that is not as the demonstration exports it: it is somebody's, and lacks what is shown."""
+    """Refuse a bundle that the demonstration did not export: it belongs to the user, and lacks what is shown."""
     manifest, alignment = bundle.manifest, bundle.spec.alignment
-    compared: dict[str, tuple[object, object]] = {
+    values: dict[str, tuple[object, object]] = {
         "model": (manifest.source.name, NAME),
         "licence": (manifest.source.licence, LICENCE),
         "target": (manifest.target, DEFAULT_TARGET),
         "precision": (manifest.precision, PRECISION),
         "attention": (None if alignment is None else alignment.layer, ATTENTION),
     }
-    wrong = [f"{name} is {found}, expected {wanted}" for name, (found, wanted) in compared.items() if found != wanted]
+    wrong = [f"{name} is {value}, expected {own}" for name, (value, own) in values.items() if value != own]
     if wrong:
-        told = in_one_line(f"{bundle.path} is not a bundle of the demonstration", wrong)
-        raise ConfigError(f"{told}; name a folder that is not there yet with --bundle")
+        message = in_one_line(f"{bundle.path} is not a bundle of the demonstration", wrong)
+        raise ConfigError(f"{message}; name a new folder with --bundle")
 
 
-def _pronounced(word: str, found: Hypothesis, greedy: Hypothesis) -> Pronounced:
-    every = (found, *found.alternatives)
-    rows = [] if greedy.alignments is None else [[round(one, 4) for one in row] for row in greedy.alignments.tolist()]
-    return Pronounced(word, [(one.text or "", one.score) for one in every], greedy.text or "", rows)
+def _pronounced(word: str, best: Hypothesis, greedy: Hypothesis) -> Pronounced:
+    texts = [(hypothesis.text or "", hypothesis.score) for hypothesis in (best, *best.alternatives)]
+    weights = [] if greedy.alignments is None else greedy.alignments.tolist()
+    return Pronounced(word, texts, greedy.text or "", [[round(weight, 4) for weight in row] for row in weights])
 
 
 def _times(model: Model, words: Sequence[str]) -> list[float]:
-    """Return the seconds of each word alone, again and again."""
+    """Return the seconds that each word takes alone, measured repeatedly."""
     times = []
     for _ in range(REPETITIONS):
         for word in words:
@@ -161,11 +157,11 @@ def _times(model: Model, words: Sequence[str]) -> list[float]:
 
 
 def picture_lines(shown: Pronounced) -> list[str]:
-    """Return the letters that each phoneme was read from: the darker, the more."""
+    """Return the letters that each phoneme was read from: the darker, the higher the weight."""
     lines = [f"{'':6}{' '.join(shown.word)}"]
-    # The last row is the end's, which is no phoneme.
+    # The last row belongs to EOS, which is not a phoneme.
     for phoneme, row in zip(shown.greedy.split(), shown.letters, strict=False):
         most = max(*row, 1e-9)
-        shades = [SHADES[min(len(SHADES) - 1, round(max(0.0, one) / most * (len(SHADES) - 1)))] for one in row]
+        shades = [SHADES[min(len(SHADES) - 1, round(max(0.0, weight) / most * (len(SHADES) - 1)))] for weight in row]
         lines.append(f"{phoneme:>5} {' '.join(shades)}")
     return lines

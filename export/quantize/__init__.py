@@ -1,1 +1,1 @@
-"""Integers in the place of floats: calibration, rewriting of graphs, and the gate."""
+"""Integers instead of floats: calibration, rewriting of graphs, and the gate."""

@@ -1,4 +1,4 @@
-"""What activations look like: the fp32 graphs read calibration sources, and what each matrix multiplies is kept."""
+"""What activations look like: the fp32 graphs read calibration sources, and the inputs of each matrix are kept."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,166 +22,162 @@ from fatdeploy.spec import ModelSpec, TensorSpec, Tokens
 
 Arrays = dict[str, NDArray[Any]]
 BATCH = 8
-# Rows of each activation that are kept; drawn from all calls alike.
+# Rows kept per activation, drawn evenly from all calls.
 MOST_ROWS = 4096
 
 
 @dataclass(frozen=True)
 class CalibrationRow:
-    """A source and the target that a model gave it, EOS left out."""
+    """A source and the tokens that a model answered it with."""
 
     source: Tokens
     target: Tokens
 
 
 @dataclass
-class Seen:
-    """Rows [n, K] of one activation, and the ends of all that there were."""
+class Activation:
+    """Rows [n, K] of one activation, and the smallest and largest value of all calls."""
 
     rows: list[Floats] = field(default_factory=list)
     low: float = np.inf
     high: float = -np.inf
 
     def add(self, values: Floats, most: int, draw: np.random.Generator) -> None:
-        """Take in the values [..., K] of another call."""
+        """Add the values [..., K] of another call."""
         rows = values.reshape(-1, values.shape[-1])
         if not rows.size:  # a branch that was not taken
             return
         self.low, self.high = min(self.low, float(rows.min())), max(self.high, float(rows.max()))
         kept = rows if len(rows) <= most else rows[draw.choice(len(rows), most, replace=False)]
-        # The extreme rows are kept whatever is drawn: a range that is chosen without them may cut what matters.
+        # The extreme rows are always kept: a range chosen without them may clip what matters.
         extremes = rows[[int(rows.max(-1).argmax()), int(rows.min(-1).argmin())]]
         self.rows.append(np.concatenate([kept, extremes]))
 
     @property
     def values(self) -> Floats:
-        """All rows that were kept."""
+        """All rows kept."""
         return np.concatenate(self.rows) if self.rows else np.zeros((0, 1), np.float32)
 
 
 def activations_of(
-    graphs: dict[str, Path], spec: ModelSpec, said: Sequence[CalibrationRow], *, branches: bool = True
-) -> dict[str, dict[str, Seen]]:
-    """Return what the products of each graph multiply while the model reads sources and their targets."""
+    graphs: dict[str, Path], spec: ModelSpec, rows: Sequence[CalibrationRow], *, branches: bool = True
+) -> dict[str, dict[str, Activation]]:
+    """Return the activations of each graph's products while the model reads sources and their targets."""
     draw = np.random.default_rng(0)
-    seen: dict[str, dict[str, Seen]] = {}
+    activations: dict[str, dict[str, Activation]] = {}
     sessions = {}
     for part, path in graphs.items():
-        names = sorted({one.activation for one in products_of(read_structure(path).graph)})
-        sessions[part] = _Exposed(path, names)
-        seen[part] = {name: Seen() for name in names}
-    for feeds in _calls(sessions[ENCODER], spec, said, branches=branches):
-        # A call's share of the rows is that of its sources.
-        most = max(1, MOST_ROWS * len(feeds[ENCODER][spec.encoder_inputs()[0].name]) // len(said))
+        names = sorted({product.activation for product in products_of(read_structure(path).graph)})
+        sessions[part] = _ExposedGraph(path, names)
+        activations[part] = {name: Activation() for name in names}
+    for feeds in _calls(sessions[ENCODER], spec, rows, branches=branches):
+        # A call's share of the kept rows is its share of the sources.
+        most = max(1, MOST_ROWS * len(feeds[ENCODER][spec.encoder_inputs()[0].name]) // len(rows))
         for part, inputs in feeds.items():
             for name, values in sessions[part].values(inputs).items():
-                seen[part][name].add(values, most, draw)
-    return seen
+                activations[part][name].add(values, most, draw)
+    return activations
 
 
-def unpadded_batches(said: Sequence[CalibrationRow]) -> Iterator[list[CalibrationRow]]:
+def unpadded_batches(rows: Sequence[CalibrationRow]) -> Iterator[list[CalibrationRow]]:
     """Yield sources of one length with targets of one length, so that none is padded.
 
-    What stands in padding changes no answer, but its activations would be ranges like all others.
+    Padding changes no result, but its activations would count towards the ranges.
     """
-    for _, alike in groupby(sorted(said, key=_lengths), key=_lengths):
-        same = list(alike)
-        for start in range(0, len(same), BATCH):
-            yield same[start : start + BATCH]
+    for _, group in groupby(sorted(rows, key=_lengths), key=_lengths):
+        same_lengths = list(group)
+        for start in range(0, len(same_lengths), BATCH):
+            yield same_lengths[start : start + BATCH]
 
 
-def _lengths(one: CalibrationRow) -> tuple[int, int]:
-    return len(one.source), len(one.target)
+def _lengths(row: CalibrationRow) -> tuple[int, int]:
+    return len(row.source), len(row.target)
 
 
 def _calls(
-    encoder: "_Exposed", spec: ModelSpec, said: Sequence[CalibrationRow], *, branches: bool
+    encoder: "_ExposedGraph", spec: ModelSpec, rows: Sequence[CalibrationRow], *, branches: bool
 ) -> Iterator[dict[str, Arrays]]:
-    """Yield the inputs of both graphs for some sources at a time; a whole target is read in one call."""
-    for part in unpadded_batches(said):
-        source, mask = padded([one.source for one in part], spec)
+    """Yield the inputs of both graphs for one batch at a time; a whole target is read in one call."""
+    for batch in unpadded_batches(rows):
+        source, mask = padded([row.source for row in batch], spec)
         inputs = _named(spec.encoder_inputs(), [source, mask])
-        memory = encoder.outputs(inputs, [one.name for one in spec.encoder_outputs()])
-        tokens = _read(part, spec)
-        given = {**inputs, **memory, **_named((spec.tokens, spec.position), [tokens, np.array(0)])}
-        given[spec.want.name] = np.array(int(Want.LOGITS))
-        sizes = {"rows": len(part), "capacity": tokens.shape[1], **spec.fixed_axes(branches=branches)}
-        given |= {past.name: np.zeros(past.sized(sizes), past.dtype) for past in spec.past}
+        memory = encoder.outputs(inputs, [tensor.name for tensor in spec.encoder_outputs()])
+        tokens = _decoder_tokens(batch, spec)
+        feeds = {**inputs, **memory, **_named((spec.tokens, spec.position), [tokens, np.array(0)])}
+        feeds[spec.want.name] = np.array(int(Want.LOGITS))
+        sizes = {"rows": len(batch), "capacity": tokens.shape[1], **spec.fixed_axes(branches=branches)}
+        feeds |= {past.name: np.zeros(past.sized(sizes), past.dtype) for past in spec.past}
         yield {
             ENCODER: inputs,
-            DECODER: {one.name: given[one.name] for one in spec.decoder_inputs(branches=branches)},
+            DECODER: {tensor.name: feeds[tensor.name] for tensor in spec.decoder_inputs(branches=branches)},
         }
 
 
-def _read(said: Sequence[CalibrationRow], spec: ModelSpec) -> Tokens:
-    """Return what the decoder reads: BOS and the target, or as many BOS as the longest target has."""
-    longest = max(len(one.target) for one in said)
+def _decoder_tokens(batch: Sequence[CalibrationRow], spec: ModelSpec) -> Tokens:
+    """Return what the decoder reads, for targets of one length: BOS and the target, or BOS at every position."""
+    targets = np.stack([row.target for row in batch])
     if spec.decoding == "parallel":
-        return np.full((len(said), max(1, longest)), spec.bos_id)
-    tokens = np.full((len(said), min(longest + 1, spec.max_target)), spec.pad_id)
-    tokens[:, 0] = spec.bos_id
-    for row, one in zip(tokens, said, strict=True):
-        row[1 : 1 + len(one.target)] = one.target[: len(row) - 1]
-    return tokens
+        return np.full((len(batch), max(1, targets.shape[1])), spec.bos_id)
+    return np.pad(targets, ((0, 0), (1, 0)), constant_values=spec.bos_id)[:, : spec.max_target]
 
 
 def _named(specs: Sequence[TensorSpec], arrays: Sequence[NDArray[Any]]) -> Arrays:
     return {spec.name: array for spec, array in zip(specs, arrays, strict=True)}
 
 
-class _Exposed:
-    """A graph some of whose values, those of branches too, are outputs."""
+class _ExposedGraph:
+    """A graph with some inner values, also those of branches, as extra outputs."""
 
     def __init__(self, path: Path, names: Sequence[str]) -> None:
         model = read_structure(path)
-        inputs = {one.name for one in model.graph.input}
-        self._given = [name for name in names if name in inputs]
+        inputs = {tensor.name for tensor in model.graph.input}
+        self._inputs = [name for name in names if name in inputs]
         self._outputs = exposed(model.graph, [name for name in names if name not in inputs])
         ort = onnxruntime_module()
-        # Beside the weights, which it refers to.
-        with NamedTemporaryFile(dir=path.parent, suffix=path.suffix) as looked_at:
-            write_structure(model, Path(looked_at.name))
-            self._session = opened_session(ort, Path(looked_at.name))
+        # Beside the weights file that the graph refers to.
+        with NamedTemporaryFile(dir=path.parent, suffix=path.suffix) as file:
+            write_structure(model, Path(file.name))
+            self._session = opened_session(ort, Path(file.name))
 
     def values(self, feeds: Arrays) -> Arrays:
-        """Return the values that were asked for; empty ones of branches that were not taken."""
-        found = self._session.run(list(self._outputs.values()), feeds) if self._outputs else []
-        given = {name: feeds[name] for name in self._given}
-        return {**given, **dict(zip(self._outputs, found, strict=True))}
+        """Return the exposed values; those of branches that did not run are empty."""
+        results = self._session.run(list(self._outputs.values()), feeds) if self._outputs else []
+        inputs = {name: feeds[name] for name in self._inputs}
+        return {**inputs, **dict(zip(self._outputs, results, strict=True))}
 
     def outputs(self, feeds: Arrays, names: Sequence[str]) -> Arrays:
-        """Return outputs that the graph has anyway."""
+        """Return outputs that the graph has of its own."""
         return dict(zip(names, self._session.run(list(names), feeds), strict=True))
 
 
 def exposed(graph: onnx.GraphProto, names: Sequence[str]) -> dict[str, str]:
-    """Make values of a graph and its branches outputs; return the name of the output that shows each."""
-    shown, there = _brought_out(graph, set(names)), {one.name for one in graph.output}
-    graph.output.extend(onnx.ValueInfoProto(name=name) for name in shown.values() if name not in there)
+    """Make values of a graph and its branches outputs; return the name of each value's output."""
+    shown, present = _brought_out(graph, set(names)), {output.name for output in graph.output}
+    graph.output.extend(onnx.ValueInfoProto(name=name) for name in shown.values() if name not in present)
     return shown
 
 
 def _brought_out(graph: onnx.GraphProto, names: set[str]) -> dict[str, str]:
-    """Return under which name of a graph each value of it, or of its branches, can be read."""
+    """Return the name under which a graph can read each value of its own or of its branches."""
     shown: dict[str, str] = {}
     for node in graph.node:
         shown |= {name: name for name in names.intersection(node.output)}
-        branches = [one.g for one in node.attribute if one.type == onnx.AttributeProto.GRAPH]
-        found = [_brought_out(branch, names) for branch in branches]
-        for name in sorted({name for one in found for name in one}):
+        branches = [attribute.g for attribute in node.attribute if attribute.type == onnx.AttributeProto.GRAPH]
+        inner = [_brought_out(branch, names) for branch in branches]
+        for name in sorted({name for values in inner for name in values}):
             shown[name] = f"{node.output[0]}/{name}"
-            for branch, one in zip(branches, found, strict=True):
-                _add_output(branch, one.get(name), shown[name])
+            for branch, values in zip(branches, inner, strict=True):
+                _add_output(branch, values.get(name), shown[name])
             node.output.append(shown[name])
     return shown
 
 
 def _add_output(branch: onnx.GraphProto, value: str | None, name: str) -> None:
-    """Let a branch return one more value, or nothing in its place if the value is another branch's."""
+    """Make a branch return one more value, or an empty one if the value belongs to another branch."""
     if value is None:
         value = f"{name}/nothing"
         branch.initializer.append(tensor_from_array(value, np.zeros((0, 1), np.float32)))
-    # Branches may not have an output that is a constant, or one name for two outputs.
+    # A branch must not return a constant, nor one name for two outputs.
     output = f"{name}/{len(branch.output)}"
     branch.node.append(onnx.helper.make_node("Identity", [value], [output]))
     branch.output.append(onnx.ValueInfoProto(name=output))

@@ -1,4 +1,4 @@
-"""Sources that a quantization is calibrated with and judged by: lines of a file, or random ones of random weights."""
+"""Sources to calibrate and judge a quantization with: lines of a file, or random ones for random weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,20 +13,20 @@ from fatdeploy.runtimes.text.token_ids import ids_from_text
 from fatdeploy.runtimes.text.tokenizer import Tokenizer
 from fatdeploy.spec import ModelSpec, Tokens
 
-# Random sources, and how long they are at most: long ones cost much and show nothing new.
+# How many random sources, and their greatest length: longer ones cost much and show nothing new.
 RANDOM, LONGEST_RANDOM = 32, 32
 
 
 @dataclass(frozen=True)
 class Example:
-    """The tokens of a source, and the targets that are accepted for it; none where the file has none."""
+    """The tokens of a source and its accepted targets; none if the file has none."""
 
     source: Tokens
     references: tuple[str, ...] = ()
 
 
 def examples_from_file(path: Path, spec: ModelSpec, tokenizer: Tokenizer | None) -> list[Example]:
-    """Return each source of a file once, with all its targets; lines that the model cannot read are told at once."""
+    """Return each source of a file once, with all its targets; one error lists every line the model cannot read."""
     lines, wrong = read_sources(path), []
     sources: dict[str, Tokens] = {}
     targets: dict[str, list[str]] = {}
@@ -45,7 +45,7 @@ def examples_from_file(path: Path, spec: ModelSpec, tokenizer: Tokenizer | None)
 
 
 def _ids(text: str, tokenizer: Tokenizer | None) -> NDArray[np.generic]:
-    """Return the tokens of a line: of its text or, where there is no tokenizer, the ids that stand there."""
+    """Return the tokens of a line: those of its text or, without a tokenizer, the ids written there."""
     if tokenizer is not None:
         return tokenizer.encoded(text).ids
     try:
@@ -55,18 +55,17 @@ def _ids(text: str, tokenizer: Tokenizer | None) -> NDArray[np.generic]:
 
 
 def _wrong(ids: NDArray[np.generic], spec: ModelSpec) -> str:
-    """Return why a source cannot be used; empty if it can. None is cut: nobody would see that it was."""
+    """Return why a source cannot be used; empty if it can. A long one is refused: cutting it would be silent."""
     if ids.ndim == 1 and ids.size > spec.max_source:
         return f"has {ids.size} tokens, more than max_source = {spec.max_source}"
     if ids.dtype.kind == "U":
-        return "is no row of token ids with blanks between them, and there is no tokenizer"
+        return "is not a row of token ids separated by blanks, and the model has no tokenizer"
     return wrong_source(ids, spec)
 
 
 def random_examples(spec: ModelSpec, seed: int) -> list[Example]:
     """Return random sources of random lengths."""
     draw = np.random.default_rng(seed)
-    special = {spec.pad_id, spec.bos_id, spec.eos_id}
-    ordinary = np.array([token for token in range(spec.vocab_size) if token not in special])
+    ordinary = np.array(spec.ordinary_ids())
     lengths = draw.integers(1, min(spec.max_source, LONGEST_RANDOM) + 1, RANDOM)
     return [Example(draw.choice(ordinary, length)) for length in lengths.tolist()]

@@ -1,4 +1,4 @@
-"""The gate: a quantized bundle against the live reference, and which matrices cost it most."""
+"""The gate: how close a quantized bundle comes to the live reference."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ from fatdeploy.runtimes.proof.lockstep import margins_of
 from fatdeploy.runtimes.text.tokenizer import PackageTokenizer, Tokenizer
 from fatdeploy.spec import ModelSpec
 
-# Steps of random weights that are judged: their targets have no end of their own. Trained ones are judged to the end.
+# Steps to judge with random weights, whose targets do not end by themselves. Trained ones are judged to the end.
 RANDOM_STEPS = 64
 
 
 @dataclass(frozen=True)
 class Bar:
-    """What a quantized bundle must reach: a share of the reference's tokens, and points of the metric at most lost."""
+    """What a quantized bundle must reach: a share of the reference's tokens, and a limit on lost metric points."""
 
     agreement: float = 0.99
     points: float = 0.3
@@ -34,19 +34,19 @@ class Bar:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the gate found. Errors of logits are relative to the reference's margin between its two best tokens."""
+    """The result of the gate. Errors of logits are relative to the reference's margin between its two best tokens."""
 
     agreement: TokenAgreement
     metric: MetricChange | None
     median_error: float
-    steps_in_danger: float  # the share whose error is more than half of the margin, so that the token might change
+    steps_in_danger: float  # share with an error above half the margin, so that the token might change
 
     def passes(self, bar: Bar) -> bool:
         """Whether the bar is reached."""
         return self.agreement.share >= bar.agreement and (self.metric is None or self.metric.lost <= bar.points)
 
     def line(self) -> str:
-        """Say it in one line."""
+        """Return the result in one line."""
         metric = "" if self.metric is None else f"; {self.metric.line()}"
         return f"{self.agreement.line()}{metric}"
 
@@ -54,18 +54,18 @@ class Judgement:
 def metric_of(
     wanted: str | None, examples: Sequence[Example], tokenizer: Tokenizer | None, say: Callable[[str], None]
 ) -> str | None:
-    """Return the metric that probes are judged by, None where they have no targets; what cannot be measured is refused.
+    """Return the metric that probes are judged by, None if they have no targets; an impossible one is refused.
 
-    Unless one is wanted it is BLEU where tokens are parts of words, and otherwise the token error rate.
+    The default is BLEU where tokens are parts of words, and otherwise the token error rate.
     """
-    bare = sum(not one.references for one in examples)
+    bare = sum(not example.references for example in examples)
     reasons = []
     if 0 < bare < len(examples):
         reasons.append(f"{bare} of {len(examples)} probes have no target: give each of --probes a target, or none")
     if wanted is not None and bare == len(examples):
-        reasons.append(f"--metric {wanted} needs targets: give --probes a file with a source, TAB and target a line")
+        reasons.append(f"--metric {wanted} needs targets: give --probes a file with source, TAB, target per line")
     if wanted in OF_TEXT and tokenizer is None:
-        reasons.append(f"--metric {wanted} needs text, and the model has no tokenizer: say --metric token_error_rate")
+        reasons.append(f"--metric {wanted} needs text, and the model has no tokenizer: use --metric token_error_rate")
     if reasons:
         raise ConfigError(in_one_line("the gate has no metric", reasons))
     if wanted in OF_TEXT:
@@ -83,7 +83,7 @@ def metric_of(
 
 
 class Gate:
-    """The reference's targets and logits for some sources, which quantized engines are compared with."""
+    """The reference's targets and logits for some sources, to compare quantized engines with."""
 
     def __init__(
         self,
@@ -95,8 +95,8 @@ class Gate:
         most_steps: int | None = None,
     ) -> None:
         self._examples, self._tokenizer, self._metric, self._most = examples, tokenizer, metric, most_steps
-        self.material = material_of(reference, [one.source for one in examples], most_steps)
-        # Of steps that count alone: one long target would make all of its batch as long.
+        self.material = material_of(reference, [example.source for example in examples], most_steps)
+        # Only of steps that count: one long target would make its whole batch as long.
         self._logits = [material_logits(reference, batch)[batch.counts] for batch in self.material.batches()]
 
     def judged(self, engine: Engine[Any]) -> Judgement:
@@ -115,50 +115,51 @@ class Gate:
         )
 
     def error_of(self, engine: Engine[Any]) -> float:
-        """Return the mean square by which logits are off, as a share of the reference's own mean square."""
+        """Return the mean squared error of logits, as a share of the reference's own mean square."""
         lost = power = 0.0
         for batch, logits in zip(self.material.batches(), self._logits, strict=True):
-            found = material_logits(engine, batch)[batch.counts]
-            lost += float(np.square(found - logits, dtype=np.float64).sum())
+            results = material_logits(engine, batch)[batch.counts]
+            lost += float(np.square(results - logits, dtype=np.float64).sum())
             power += float(np.square(logits, dtype=np.float64).sum())
         return lost / power
 
     def _metric_change(self, engine: Engine[Any]) -> MetricChange | None:
         if self._metric is None:
             return None
-        references = [one.references for one in self._examples]
+        references = [example.references for example in self._examples]
         theirs = [self._text(row) for row in self.material.targets(engine.spec)]
         mine: list[str] = []
         for batch in self.material.batches():
             sources = [ids[real] for ids, real in zip(batch.source, batch.mask, strict=True)]
-            mine += [self._text(one.tokens) for one in decode(engine, sources, _options(engine.spec, self._most))]
+            hypotheses = decode(engine, sources, _options(engine.spec, self._most))
+            mine += [self._text(hypothesis.tokens) for hypothesis in hypotheses]
         metric = METRICS[self._metric]
         return MetricChange(self._metric, metric(theirs, references).value, metric(mine, references).value)
 
     def _text(self, tokens: Sequence[int]) -> str:
-        """Return what a target is compared as; without a tokenizer files hold ids."""
+        """Return a target as it is compared; without a tokenizer files hold ids."""
         return " ".join(map(str, tokens)) if self._tokenizer is None else self._tokenizer.text(tokens)
 
 
 def material_of(reference: EagerEngine, sources: Sequence[Any], most_steps: int | None) -> Material:
-    """Return the reference's greedy targets of sources, each with its EOS if it came to it.
+    """Return the reference's greedy targets of sources, each with EOS if it reached EOS.
 
-    Without ``most_steps`` they are as long as the model lets them be.
+    Without ``most_steps`` they may be as long as the model allows.
     """
     spec = reference.spec
     targets: list[list[int]] = []
     for start in range(0, len(sources), BATCH):
-        for one in decode(reference, sources[start : start + BATCH], _options(spec, most_steps)):
-            said = list(one.tokens)[::-1] if spec.target_order == "right_to_left" else list(one.tokens)
-            # The length that a head has chosen is no token.
-            ended = one.finish == "eos" and not spec.length_log_probs
-            targets.append([*said, spec.eos_id] if ended else said)
+        for hypothesis in decode(reference, sources[start : start + BATCH], _options(spec, most_steps)):
+            tokens = list(hypothesis.tokens)[:: -1 if spec.target_order == "right_to_left" else 1]
+            # A length that a head chose is not a token.
+            ended = hypothesis.finish == "eos" and not spec.length_log_probs
+            targets.append([*tokens, spec.eos_id] if ended else tokens)
     source, mask = padded(sources, spec)
     lengths = np.array([max(1, len(target)) for target in targets])
-    tokens = np.full((len(targets), int(lengths.max())), spec.pad_id)
-    for row, target in zip(tokens, targets, strict=True):
+    padded_targets = np.full((len(targets), int(lengths.max())), spec.pad_id)
+    for row, target in zip(padded_targets, targets, strict=True):
         row[: len(target)] = target or [spec.eos_id]
-    return Material(source, mask, tokens, lengths)
+    return Material(source, mask, padded_targets, lengths)
 
 
 def _options(spec: ModelSpec, most_steps: int | None) -> DecodeOptions:
@@ -173,7 +174,7 @@ def _margins(logits: Floats) -> Floats:
 
 
 def fewest_kept(names: Sequence[str], passes: Callable[[int], bool]) -> int:
-    """Return how many of the first names must be kept as they are for a test to pass: with one less it does not."""
+    """Return how many of the first names must be kept for a test to pass; with one fewer it fails."""
     low, high = 0, len(names)
     while low < high:
         middle = (low + high) // 2

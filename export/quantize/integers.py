@@ -1,4 +1,4 @@
-"""Weights and activations as small integers: the arithmetic of quantization alone, in numpy."""
+"""Weights and activations as small integers: only the arithmetic of quantization, in numpy."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,23 +11,23 @@ WeightBits = Literal[7, 8]
 
 # Activations are unsigned bytes: the kernels that multiply them with signed weights are the fastest on every CPU.
 LEVELS = 255
-# Shares of the largest activation that are tried as the end of the range: cutting outliers off may cost less than it
-# gives all others.
+# Shares of the largest activation to try as the end of the range: clipping outliers may cost less than finer steps for
+# all other values gain.
 CUTS = tuple(step / 20 for step in range(20, 4, -1))
-# Numbers of an activation that ranges are tried on.
+# How many values of an activation ranges are tried on.
 MOST_TRIED = 2**18
-# Larger blocks are faster by a tenth at most, but their kernel sums a row of a batch in another order than one alone:
-# by 2e-6, which the rounding of the next activations makes 4e-2 (x86 with AVX-512, onnxruntime 1.31).
+# Larger blocks are at most a tenth faster, but their kernel sums a row of a batch in another order than the row alone.
+# The difference is 2e-6, and rounding the next activations turns it into 4e-2 (x86 with AVX-512, onnxruntime 1.31).
 BLOCK_SIZES = (16, 32)
-# Of blocks of 4 bits: what loses less and costs more must lose no more than this share of the other's squares to be
-# taken. Zero points cost next to nothing. Blocks of 16 instead of 32 cost two fifths more of a step's time (batch 1 of
+# For 4-bit blocks: a costlier form is chosen only if its squared error is below this share of the cheaper form's. Zero
+# points cost next to nothing. Blocks of 16 instead of 32 take two fifths more time per step (batch 1 of
 # transformer-base) and a fifth more bytes, and lose about a quarter less wherever no single weight stands out.
 WORTH_ZEROS, WORTH_SMALLER = 0.9, 0.6
 
 
 @dataclass(frozen=True)
 class Columns:
-    """A matrix [K, N] as signed bytes with one scale a column."""
+    """A matrix [K, N] as signed bytes with one scale per column."""
 
     values: NDArray[np.int8]
     scales: Floats  # [N]
@@ -39,13 +39,13 @@ class Columns:
 
 
 def columns_from_matrix(matrix: Floats, bits: WeightBits) -> Columns:
-    """Return a matrix [K, N] as integers, symmetric around zero, the largest of each column at the end of the range.
+    """Return a matrix [K, N] as integers, symmetric around zero, with each column's largest at the end of the range.
 
     Seven bits are for kernels that add two products in 16 bits: 255·63·2 fits there, 255·127·2 does not.
     """
     limit = 2 ** (bits - 1) - 1
     largest = np.abs(matrix).max(0)
-    # A column of zeros has no scale of its own; numbers so small that their scale would be 0 are zeros here, too.
+    # A column of zeros gets scale 1; so do numbers too small for a scale above 0, and become zeros.
     scales = np.where(largest < np.finfo(np.float32).tiny * limit, 1, largest / limit).astype(np.float32)
     values = np.clip(np.rint(matrix / scales), -limit, limit).astype(np.int8)
     return Columns(values, scales)
@@ -55,11 +55,11 @@ def columns_from_matrix(matrix: Floats, bits: WeightBits) -> Columns:
 class Blocks:
     """A matrix [K, N] as 4-bit integers: blocks of one column share a scale, and a zero if they are not symmetric."""
 
-    values: NDArray[np.uint8]  # [N, K / block, block / 2], two a byte, the first in the low half
+    values: NDArray[np.uint8]  # [N, K / block, block / 2], two per byte, the first in the low half
     scales: Floats  # [N, K / block]
-    zeros: NDArray[np.uint8] | None  # [N, ceil(K / block / 2)], two a byte; 8 where there are none
+    zeros: NDArray[np.uint8] | None  # [N, ceil(K / block / 2)], two per byte; None means 8
     size: int
-    n_rows: int  # K before it was filled up to whole blocks
+    n_rows: int  # K before padding to whole blocks
 
     def restored(self) -> Floats:
         """Return the matrix that the integers stand for."""
@@ -70,14 +70,14 @@ class Blocks:
 
 
 def blocks_from_matrix(matrix: Floats, size: int, *, symmetric: bool) -> Blocks:
-    """Return a matrix [K, N] in blocks of ``size`` rows; rows that are missing in the last block are zeros."""
+    """Return a matrix [K, N] in blocks of ``size`` rows; missing rows of the last block are zeros."""
     n_rows, n_columns = matrix.shape
     filled = np.pad(matrix, ((0, -n_rows % size), (0, 0)))
     blocks = filled.T.reshape(n_columns, -1, size)
     scales: Floats
     zeros: Any = 8
     if symmetric:
-        scales = _signed_largest(blocks) / np.float32(-8)  # the larger side has one level more
+        scales = _signed_largest(blocks) / np.float32(-8)  # the larger side has one more level
     else:
         low, high = np.minimum(blocks.min(-1), 0), np.maximum(blocks.max(-1), 0)
         scales = (high - low) / np.float32(15)
@@ -88,11 +88,11 @@ def blocks_from_matrix(matrix: Floats, size: int, *, symmetric: bool) -> Blocks:
 
 
 def best_blocks(matrix: Floats) -> Blocks:
-    """Return a matrix in blocks of the size and symmetry that lose least; cheaper ones where little is to be won."""
+    """Return a matrix in blocks of the size and symmetry that lose least, or cheaper ones where the gain is small."""
     sizes = [size for size in BLOCK_SIZES if size <= max(len(matrix), BLOCK_SIZES[0])]
     best, *smaller = (_best_symmetry(matrix, size) for size in reversed(sizes))
-    for one in smaller:
-        best = _cheaper(best, one, WORTH_SMALLER)
+    for candidate in smaller:
+        best = _cheaper(best, candidate, WORTH_SMALLER)
     return best[0]
 
 
@@ -102,9 +102,9 @@ def _best_symmetry(matrix: Floats, size: int) -> tuple[Blocks, float]:
 
 
 def _tried(matrix: Floats, size: int, *, symmetric: bool) -> tuple[Blocks, float]:
-    """Return blocks, and the squares that they lose."""
-    found = blocks_from_matrix(matrix, size, symmetric=symmetric)
-    return found, float(np.square(found.restored() - matrix).sum())
+    """Return blocks and their squared error."""
+    blocks = blocks_from_matrix(matrix, size, symmetric=symmetric)
+    return blocks, float(np.square(blocks.restored() - matrix).sum())
 
 
 def _cheaper(cheap: tuple[Blocks, float], dear: tuple[Blocks, float], worth: float) -> tuple[Blocks, float]:
@@ -112,14 +112,14 @@ def _cheaper(cheap: tuple[Blocks, float], dear: tuple[Blocks, float], worth: flo
 
 
 def _signed_largest(blocks: Floats) -> Floats:
-    """Return the number of each block that is largest by size, with its sign."""
+    """Return the number with the largest absolute value of each block, with its sign."""
     place = np.abs(blocks).argmax(-1)[..., None]
     largest: Floats = np.take_along_axis(blocks, place, -1)[..., 0]
     return largest
 
 
 def _packed(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return 4-bit numbers two a byte along the last axis."""
+    """Return 4-bit numbers packed two per byte along the last axis."""
     if values.shape[-1] % 2:
         values = np.concatenate([values, np.zeros_like(values[..., :1])], -1)
     return (values[..., ::2] | values[..., 1::2] << 4).astype(np.uint8)
@@ -145,7 +145,7 @@ class ValueRange:
 
 
 def range_from_ends(low: float, high: float) -> ValueRange:
-    """Return the range that holds both numbers and zero, which stays zero: padding and ReLU make it often."""
+    """Return the range that holds both numbers and zero. Zero stays exact: padding and ReLU produce it often."""
     low, high = min(low, 0.0), max(high, 0.0)
     scale = float(np.float32((high - low) / LEVELS))
     if scale < np.finfo(np.float32).tiny:
@@ -154,23 +154,23 @@ def range_from_ends(low: float, high: float) -> ValueRange:
 
 
 def best_range(values: Floats) -> tuple[ValueRange, float]:
-    """Return the range that loses least of some activations, and the noise that it adds as a share of their power."""
+    """Return the range that loses least for these activations, and its noise as a share of their power."""
     ends = float(values.min()), float(values.max())
-    # With both ends, whatever is left out: a range that never saw them might cut off what matters.
-    some = np.append(values.ravel()[:: 1 + values.size // MOST_TRIED], np.array(ends, np.float32))
-    power = float(np.square(some, dtype=np.float64).sum())
+    # Both ends are always included: a range chosen without them might clip what matters.
+    sample = np.append(values.ravel()[:: 1 + values.size // MOST_TRIED], np.array(ends, np.float32))
+    power = float(np.square(sample, dtype=np.float64).sum())
     best, least = (1.0, 1.0), np.inf
     for cuts in [(1.0, cut) for cut in CUTS] + [(cut, None) for cut in CUTS]:
         low, high = cuts[0], best[1] if cuts[1] is None else cuts[1]
-        tried = range_from_ends(low * ends[0], high * ends[1])
-        lost = float(np.square(tried.restored(some) - some, dtype=np.float64).sum())
+        candidate = range_from_ends(low * ends[0], high * ends[1])
+        lost = float(np.square(candidate.restored(sample) - sample, dtype=np.float64).sum())
         if lost < least:
             best, least = (low, high), lost
     return range_from_ends(best[0] * ends[0], best[1] * ends[1]), least / power if power else 0.0
 
 
 def row_noise(rows: Floats) -> float:
-    """Return the noise that a scale of its own for each row [n, K] adds, as a share of the rows' power."""
+    """Return the noise of one scale per row [n, K], as a share of the rows' power."""
     scales = np.maximum(np.abs(rows).max(-1, keepdims=True), np.finfo(np.float32).tiny) / 127
     lost = np.square(np.rint(rows / scales) * scales - rows, dtype=np.float64).sum()
     power = np.square(rows, dtype=np.float64).sum()

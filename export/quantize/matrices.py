@@ -1,4 +1,4 @@
-"""The matrices of a graph: products of an activation and a constant, in branches too, named after their module."""
+"""The matrices of a graph: products of an activation and a constant, also in branches, named after their module."""
 
 import math
 from collections import Counter
@@ -14,7 +14,7 @@ from onnx import helper, numpy_helper
 from fatdeploy.export.graph_files import hold, tensor_data
 from fatdeploy.export.tracing.trace import INNER
 
-# Smaller matrices (a gate of one column, say) gain nothing and are often what the numbers hang on.
+# Smaller matrices (such as a gate of one column) gain nothing, and results often depend on them.
 SMALLEST = 1024
 PRODUCTS = {("", "MatMul"), ("", "Gemm"), ("com.microsoft", "FusedMatMul")}
 BIAS = ".bias"
@@ -23,19 +23,19 @@ OUTPUT = "output"
 
 @dataclass
 class Scope:
-    """A graph or the branch of one, and what it can see of the graphs around it."""
+    """A graph or a branch, with the constants that it sees in the graphs around it."""
 
     graph: onnx.GraphProto
     outer: "Scope | None" = None
     constants: dict[str, onnx.TensorProto] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.constants = {one.name: one for one in self.graph.initializer}
+        self.constants = {constant.name: constant for constant in self.graph.initializer}
 
     def constant(self, name: str) -> onnx.TensorProto | None:
-        """Return the constant that a name means here, if it is one."""
-        found = self.constants.get(name)
-        return self.outer.constant(name) if found is None and self.outer is not None else found
+        """Return the constant of this name, None if it is not a constant."""
+        constant = self.constants.get(name)
+        return self.outer.constant(name) if constant is None and self.outer is not None else constant
 
     def inner(self) -> Iterator["Scope"]:
         """Yield this scope and those of all branches."""
@@ -53,12 +53,12 @@ class Product:
     scope: Scope
     node: onnx.NodeProto
     weight: onnx.TensorProto
-    transposed: bool  # the constant stands as [N, K]
+    transposed: bool  # the constant is stored as [N, K]
     name: str = ""
 
     @property
     def activation(self) -> str:
-        """The name of what is multiplied."""
+        """The name of the activation."""
         return str(self.node.input[0])
 
     @property
@@ -70,14 +70,16 @@ class Product:
 
 def products_of(graph: onnx.GraphProto) -> list[Product]:
     """Return all products with a constant matrix, with names that are unique in the graph."""
-    found = [one for scope in Scope(graph).inner() for node in scope.graph.node if (one := _product(scope, node))]
-    count = Counter(_module(one) for one in found)
-    seen: Counter[str] = Counter()
-    for one in found:
-        module = _module(one)
-        seen[module] += 1
-        one.name = f"{module}.{seen[module]}" if count[module] > 1 else module
-    return found
+    products = [
+        product for scope in Scope(graph).inner() for node in scope.graph.node if (product := _product(scope, node))
+    ]
+    count = Counter(_module(product) for product in products)
+    numbers: Counter[str] = Counter()
+    for product in products:
+        module = _module(product)
+        numbers[module] += 1
+        product.name = f"{module}.{numbers[module]}" if count[module] > 1 else module
+    return products
 
 
 def _product(scope: Scope, node: onnx.NodeProto) -> Product | None:
@@ -86,7 +88,7 @@ def _product(scope: Scope, node: onnx.NodeProto) -> Product | None:
     weight = scope.constant(node.input[1])
     if weight is None or len(weight.dims) != 2 or weight.data_type != onnx.TensorProto.FLOAT:
         return None
-    attributes = {one.name: helper.get_attribute_value(one) for one in node.attribute}
+    attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
     plain = attributes.get("transA", 0) == 0 and attributes.get("alpha", 1.0) == attributes.get("beta", 1.0) == 1.0
     if not plain or math.prod(weight.dims) < SMALLEST:
         return None
@@ -94,22 +96,22 @@ def _product(scope: Scope, node: onnx.NodeProto) -> Product | None:
 
 
 def _module(product: Product) -> str:
-    """Return the module that a product comes from: of its bias, because torch forgets the modules of branches."""
-    added = [node.input for node in product.scope.graph.node if product.node.output[0] in node.input]
-    biases = [name for inputs in added for name in inputs if name.startswith(INNER) and name.endswith(BIAS)]
+    """Return the module of a product: that of its bias, because torch forgets the modules of branches."""
+    readers = [node for node in product.scope.graph.node if product.node.output[0] in node.input]
+    biases = [name for node in readers for name in node.input if name.startswith(INNER) and name.endswith(BIAS)]
     if biases:
         return str(biases[0]).removeprefix(INNER).removesuffix(BIAS)
-    # A node outside of all modules, such as the output projection, reads a tensor that has a name of its own.
+    # A node outside all modules, such as the output projection, reads a tensor with a name of its own.
     module = product.node.name.partition("/")[0]
     if module:
         return module
-    # Of standard graphs it is turned round beforehand, and called after that.
+    # Standard graphs transpose the output matrix beforehand, which renames it.
     name = product.weight.name
     return name.removeprefix(INNER).removesuffix(".weight") if name.startswith(INNER) else OUTPUT
 
 
 def matrix_of(product: Product, folder: Path) -> NDArray[np.float32]:
-    """Return the constant [K, N] of a product; its data stands in the graph or in a file of the folder."""
+    """Return the constant [K, N] of a product; its data is in the graph or in a file of the folder."""
     return constant_array(product.weight, folder).T if product.transposed else constant_array(product.weight, folder)
 
 
@@ -128,7 +130,7 @@ def _is_table(scope: Scope, node: onnx.NodeProto, n_rows: int) -> bool:
     table = scope.constant(node.input[0])
     if table is None or len(table.dims) != 2 or table.data_type != onnx.TensorProto.FLOAT:
         return False
-    axis = sum(one.i for one in node.attribute if one.name == "axis")
+    axis = sum(attribute.i for attribute in node.attribute if attribute.name == "axis")
     return axis == 0 and int(table.dims[0]) == n_rows and math.prod(table.dims) >= SMALLEST
 
 

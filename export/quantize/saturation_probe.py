@@ -1,4 +1,4 @@
-"""A graph of one product that shows whether a CPU adds the products of a bundle's integers without overflow."""
+"""A graph of one product that shows whether a CPU sums a bundle's integer products without overflow."""
 
 import tempfile
 from pathlib import Path
@@ -19,14 +19,14 @@ from fatdeploy.runtimes.proof.cpu_checks import cpu_class
 from fatdeploy.spec import SATURATION_INPUT, SATURATION_OUTPUT
 from fatdeploy.targets import CpuClass
 
-# Bits of a signed 8-bit weight that may be used: where two products are added in 16 bits, all eight overflow.
+# Usable bits of a signed 8-bit weight: where two products are added in 16 bits, all eight overflow.
 WEIGHT_BITS: dict[CpuClass, WeightBits] = {"any": 7, "x86-avx2": 7, "x86-vnni": 8, "arm64": 8}
-# Rows and columns of the matrix: enough for the widest kernel's blocks, and a part of one.
+# Rows and columns of the matrix: enough for the blocks of the widest kernel, and part of another block.
 SHAPE = (72, 36)
 
 
 def write_saturation_probe(path: Path, bits: WeightBits) -> None:
-    """Write a product with weights at both ends of their range: nothing overflows earlier."""
+    """Write a product with weights at both ends of their range: no others overflow sooner."""
     limit = 2 ** (bits - 1) - 1
     weights = np.full(SHAPE, limit, np.int8)
     weights[:, ::2] = -limit
@@ -38,24 +38,24 @@ def write_saturation_probe(path: Path, bits: WeightBits) -> None:
         [helper.make_tensor_value_info(SATURATION_OUTPUT, onnx.TensorProto.INT32, ["rows", SHAPE[1]])],
         [tensor_from_array("weights", weights)],
     )
-    # The newest form of files is often newer than the onnxruntime that is to read it.
+    # The default version of the file format is often newer than what onnxruntime reads.
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     model.ClearField("producer_name")
     write_structure(model, path)
 
 
 def check_cpu(wanted: CpuClass) -> None:
-    """Raise if this CPU, on which the gate runs, overflows with the weights of a class of CPUs."""
+    """Raise if this CPU, which runs the gate, overflows with the weights of a class of CPUs."""
     bits = WEIGHT_BITS[wanted]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / SATURATION
         write_saturation_probe(path, bits)
         sums = sums_of(onnxruntime_module(), path)
-    if all((np.abs(found) == exact_sum(width, bits)).all() for width, found in sums):
+    if all((np.abs(results) == exact_sum(width, bits)).all() for width, results in sums):
         return
-    here = cpu_class(this_machine()) or "of no class that is known"
+    here = cpu_class(this_machine()) or "of unknown class"
     raise BackendUnavailable(
-        f"--cpu {wanted} asks for {bits}-bit weights, and this CPU ({here}) overflows when it adds their products, so "
-        f"that the gate cannot judge them here: export on a CPU of the class {wanted}, or say --cpu any, which is "
-        "right everywhere"
+        f"--cpu {wanted} needs {bits}-bit weights, and this CPU ({here}) overflows when it adds their products, so the "
+        f"gate cannot judge them here: export on a CPU of the class {wanted}, or use --cpu any, "
+        "which is right everywhere"
     )

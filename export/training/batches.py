@@ -1,4 +1,4 @@
-"""Pairs as padded batches of like length, in an order that the seed and the epoch alone decide."""
+"""Pairs as padded batches of similar length, in an order that depends only on seed and epoch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from fatdeploy.export.reference.config import ModelConfig
 
-# Batches that are sorted by length together: enough for little padding, few enough that neighbours stay random.
+# Batches sorted by length together: enough for little padding, few enough that neighbours stay random.
 POOL = 64
 
 
 @dataclass(frozen=True)
 class IdPair:
-    """Tokens of a source and of its target in reading order, BOS and EOS not among them."""
+    """Tokens of a source and of its target in reading order, without BOS and EOS."""
 
     source: Sequence[int]
     target: Sequence[int]
@@ -23,13 +23,13 @@ class IdPair:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one step of training reads."""
+    """The tensors of one training step."""
 
     source: Tensor  # [B, S]
     source_mask: Tensor  # [B, S], True = a real token
     target_in: Tensor  # [B, T]
-    target_out: Tensor  # [B, T], padding where nothing is to be learned
-    lengths: Tensor  # [B] tokens of each target, EOS not among them
+    target_out: Tensor  # [B, T], NOTHING where there is nothing to learn
+    lengths: Tensor  # [B] tokens of each target, without EOS
 
     @property
     def n_tokens(self) -> int:
@@ -42,7 +42,7 @@ class Batch:
         return self.target_out >= 0
 
 
-# The value of ``target_out`` where nothing is to be learned; torch's own choice, so that no id is taken from a model.
+# The value of ``target_out`` where there is nothing to learn. It is torch's default and no token's id.
 NOTHING = -100
 
 
@@ -53,17 +53,20 @@ def batch_of(pairs: Sequence[IdPair], config: ModelConfig) -> Batch:
     backwards = config.target_order == "right_to_left"
     targets = [list(pair.target)[::-1] if backwards else list(pair.target) for pair in pairs]
     lengths = torch.tensor([len(target) for target in targets])
+    return Batch(source, mask, *_decoder_pair(targets, config), lengths)
+
+
+def _decoder_pair(targets: Sequence[list[int]], config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Return what the decoder reads and what it learns to return (teacher forcing), [B, T] each."""
     if not config.parallel:
-        read = _padded([[config.bos_id, *target] for target in targets], config.pad_id)
-        said = _padded([[*target, config.eos_id] for target in targets], NOTHING)
-        return Batch(source, mask, read, said, lengths)
+        target_in = _padded([[config.bos_id, *target] for target in targets], config.pad_id)
+        return target_in, _padded([[*target, config.eos_id] for target in targets], NOTHING)
     if config.length == "head":
-        said = _padded(targets, NOTHING)
-        return Batch(
-            source, mask, said.new_full(said.shape, config.pad_id).where(said < 0, config.bos_id), said, lengths
-        )
-    said = _padded([[*target, config.eos_id] for target in targets], NOTHING, config.max_target)
-    return Batch(source, mask, torch.full_like(said, config.bos_id), said, lengths)
+        target_out = _padded(targets, NOTHING)
+        padding = torch.full_like(target_out, config.pad_id)
+        return padding.where(target_out < 0, config.bos_id), target_out
+    target_out = _padded([[*target, config.eos_id] for target in targets], NOTHING, config.max_target)
+    return torch.full_like(target_out, config.bos_id), target_out
 
 
 def _padded(rows: Sequence[Sequence[int]], value: int, length: int | None = None) -> Tensor:
@@ -74,7 +77,7 @@ def _padded(rows: Sequence[Sequence[int]], value: int, length: int | None = None
 
 
 def epoch_order(pairs: Sequence[IdPair], batch_size: int, seed: int, epoch: int) -> list[list[int]]:
-    """Return the pairs of each batch of an epoch: random, but a batch holds pairs of like length."""
+    """Return the pairs of each batch of an epoch: random, but with pairs of similar length in a batch."""
     draw = np.random.default_rng([seed, epoch])
     order = draw.permutation(len(pairs))
     batches = []

@@ -1,4 +1,4 @@
-"""The course of a training as a picture: losses and error rate by epoch, in an SVG without dependencies."""
+"""The course of a training as a picture: losses and error rate per epoch, in an SVG without dependencies."""
 
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
@@ -29,7 +29,7 @@ def curve_svg(epochs: Sequence[Epoch]) -> str:
         points = [(_x(place, len(epochs)), _y(value / tops[name])) for place, value in enumerate(values)]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{COLOURS[name]}" stroke-width="2"/>')
-        # A line of one point cannot be seen.
+        # A line of one point is invisible.
         parts.append(f'<circle cx="{points[-1][0]:.1f}" cy="{points[-1][1]:.1f}" r="3" fill="{COLOURS[name]}"/>')
         parts.append(
             f'<text x="{MARGIN + 170 * index}" y="20" fill="{COLOURS[name]}">{escape(name)}: {values[-1]:.3g}</text>'
@@ -69,6 +69,6 @@ def _y(share: float) -> float:
 
 
 def _round_up(value: float) -> float:
-    """Return the next number with one digit: a scale with plain numbers."""
+    """Return the next number with one digit, so that the axis has plain numbers."""
     digit = 10.0 ** (len(f"{int(value)}") - 1) if value >= 1 else 0.1
     return max(digit, -(-value // digit) * digit)

@@ -1,4 +1,4 @@
-"""What is trained on: pairs as tokens, those kept apart for validation, and a digest of all of it."""
+"""Training data: pairs as tokens, those held out for validation, and a digest of all of it."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -11,20 +11,20 @@ from fatdeploy.export.training.batches import IdPair
 from fatdeploy.export.training.tokenizers import TextCoder
 from fatdeploy.pairs import Pair, error_of_lines, read_pairs
 
-# Without a file of validation pairs, about one source in so many is kept apart.
+# Without a validation file, about one source in this many is kept apart.
 KEPT_APART = 50
 
 
 @dataclass(frozen=True)
 class DataPart:
-    """Pairs of a file, and the number of each one's line."""
+    """Pairs of a file, and the line number of each."""
 
     path: Path
     pairs: Sequence[Pair]
     lines: Sequence[int]
 
     def of(self, sources: set[str], *, inside: bool) -> "DataPart":
-        """Return the pairs whose source is among these, or is not."""
+        """Return the pairs with a source among these, or with any other."""
         kept = [place for place, pair in enumerate(self.pairs) if (pair.source in sources) == inside]
         return DataPart(self.path, [self.pairs[place] for place in kept], [self.lines[place] for place in kept])
 
@@ -48,7 +48,7 @@ class Parts:
 
 
 def read_parts(train: Path, validation: Path | None) -> Parts:
-    """Return the pairs of the files; without one for validation, some sources of the other are kept apart for it."""
+    """Return the pairs of the files; without a validation file, some training sources are kept apart for it."""
     if validation is None:
         [part] = _read(train)
         apart_sources = _kept_apart(train, {pair.source for pair in part.pairs})
@@ -58,14 +58,14 @@ def read_parts(train: Path, validation: Path | None) -> Parts:
     if shared:
         named = ", ".join(repr(source) for source in sorted(shared)[:5])
         raise DataError(
-            f"{validation}: {len(shared)} of its sources are in {train} too, so it would measure what was "
-            f"learned by heart: {named}; remove them from one of the files"
+            f"{validation}: {len(shared)} of its sources are in {train} too, so it would measure "
+            f"memorised pairs: {named}; remove them from one of the files"
         )
     return Parts(part, apart)
 
 
 def _read(*paths: Path) -> list[DataPart]:
-    """Return the pairs of files; what is wrong with any of them is told together."""
+    """Return the pairs of files; one error lists everything wrong with any of them."""
     parts, wrong = [], []
     for path in paths:
         try:
@@ -80,42 +80,44 @@ def _read(*paths: Path) -> list[DataPart]:
 
 
 def _kept_apart(path: Path, sources: Iterable[str]) -> set[str]:
-    """Return the sources for validation: those with a small hash, so that a longer file keeps what a shorter one kept.
+    """Return the sources for validation: those with a small hash, so that a longer file keeps a shorter one's choice.
 
-    At least one is kept apart, and one is left.
+    At least one is kept apart, and at least one is left to train on.
     """
-    share = {source: int.from_bytes(hashlib.sha256(source.encode()).digest()[:8]) / 2**64 for source in sources}
-    if len(share) < 2:
+    shares = {source: int.from_bytes(hashlib.sha256(source.encode()).digest()[:8]) / 2**64 for source in sources}
+    if len(shares) < 2:
         raise DataError(
             f"{path} has only one source, and one must be kept apart for validation: add pairs, or pass --validation"
         )
-    count = sum(one < 1 / KEPT_APART for one in share.values())
-    return set(sorted(share, key=share.__getitem__)[: min(max(count, 1), len(share) - 1)])
+    count = sum(share < 1 / KEPT_APART for share in shares.values())
+    return set(sorted(shares, key=shares.__getitem__)[: min(max(count, 1), len(shares) - 1)])
 
 
 def ids_of_parts(parts: Parts, coder: TextCoder, config: ModelConfig) -> tuple[list[IdPair], list[IdPair]]:
-    """Return both parts as tokens; lines that the model has no room for are told together."""
-    # What is said ends with EOS, what is read begins with BOS: one more position, unless a head says the length.
+    """Return both parts as tokens; one error lists all lines that are too long for the model."""
+    # Targets end with EOS and the decoder starts with BOS: one more position, unless a head predicts the length.
     most_target = config.max_target - (0 if config.parallel and config.length == "head" else 1)
-    found: list[list[IdPair]] = []
+    both: list[list[IdPair]] = []
     wrong: dict[Path, dict[int, str]] = {}
     for part in (parts.train, parts.validation):
         ids = [IdPair(coder.source_ids(pair.source), coder.target_ids(pair.target)) for pair in part.pairs]
-        for line, one in zip(part.lines, ids, strict=True):
-            sides = [("source", len(one.source), config.max_source), ("target", len(one.target), most_target)]
+        for line, pair in zip(part.lines, ids, strict=True):
+            sides = [("source", len(pair.source), config.max_source), ("target", len(pair.target), most_target)]
             if long := [f"{side} has {count} tokens" for side, count, most in sides if count > most]:
                 wrong.setdefault(part.path, {})[line] = f"{' and '.join(long)} at line {line}"
-        found.append(ids)
+        both.append(ids)
     if wrong:
-        raise _too_long(parts, wrong, f"a source has {config.max_source} tokens at most and a target {most_target}")
-    return found[0], found[1]
+        limits = f"a source may have {config.max_source} tokens and a target {most_target}"
+        raise _too_long(parts, wrong, limits)
+    return both[0], both[1]
 
 
 def _too_long(parts: Parts, wrong: dict[Path, dict[int, str]], limits: str) -> DataError:
-    """Return the error that tells of long lines in the order of each file."""
-    expected = f"{limits} (--set max_source=N --set max_target=N is another limit)"
-    told = []
+    """Return the error that lists long lines in the order of each file."""
+    expected = f"{limits} (change the limits with --set max_source=N --set max_target=N)"
+    messages = []
     for path, reasons in wrong.items():
         count = sum(len(part.pairs) for part in (parts.train, parts.validation) if part.path == path)
-        told.append(str(error_of_lines(path, [reasons[line] for line in sorted(reasons)], f"{count} lines", expected)))
-    return DataError("; ".join(told))
+        in_order = [reasons[line] for line in sorted(reasons)]
+        messages.append(str(error_of_lines(path, in_order, f"{count} lines", expected)))
+    return DataError("; ".join(messages))

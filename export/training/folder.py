@@ -1,4 +1,4 @@
-"""The folder of a training: files that are replaced as a whole, and one training at a time."""
+"""The folder of a training: files are replaced atomically, and only one training runs in it."""
 
 import logging
 import os
@@ -19,14 +19,15 @@ log = logging.getLogger(__name__)
 
 NEW = ".new"
 # What to do when a file cannot be written: after the first state, and before.
-GO_ON = "what was saved before is untouched: make room and go on with --resume, or choose another folder"
-AGAIN = "what was there before is untouched: make room and type the same again, or choose another folder"
+GO_ON = "what was saved before is untouched: free some space and continue with --resume, or choose another folder"
+AGAIN = "what was there before is untouched: free some space and run the same command again, or choose another folder"
 
 
 def replaced_file(path: Path, write: Callable[[Path], object], *, advice: str = GO_ON) -> None:
-    """Write a file elsewhere, then put it in the place of the old one: a crash leaves the one or the other.
+    """Write a new file, then move it over the old one: a crash leaves one or the other.
 
-    Elsewhere is a folder beside it: what a killed process left there, a library's temporary files too, goes with it.
+    The new file is in a folder beside the old one. Whatever a killed process left there, including temporary files of
+    libraries, is removed with that folder.
     """
     beside = path.parent / NEW
     new = beside / path.name
@@ -43,9 +44,9 @@ def replaced_file(path: Path, write: Callable[[Path], object], *, advice: str = 
 
 
 class FolderLock:
-    """Keeps other trainings out of a folder until it is closed, or its process ends in whatever way.
+    """Keeps other trainings out of a folder until it is closed or its process ends.
 
-    The folder itself is locked: nothing is left in it. Windows cannot lock one; there nobody is kept out.
+    The folder itself is locked, so no file is left behind. Windows cannot lock folders; there it does nothing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -59,8 +60,8 @@ class FolderLock:
         except BlockingIOError as error:
             self.close()
             raise CheckpointError(
-                f"another training is at work in {folder}: wait for it, stop it, or choose another folder"
+                f"another training is running in {folder}: wait for it, stop it, or choose another folder"
             ) from error
         except OSError as error:
-            # Some file systems of clusters know no locks; that is no reason not to train.
-            log.warning("%s cannot be locked (%s): let no other training write there", folder, error)
+            # Some cluster file systems have no locks; that is no reason not to train.
+            log.warning("%s cannot be locked (%s): make sure that no other training writes there", folder, error)

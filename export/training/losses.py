@@ -1,4 +1,4 @@
-"""What training minimises: token loss, the length loss of parallel models, attention far from the diagonal."""
+"""The training loss: token loss, length loss of parallel models, and attention far from the diagonal."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,13 @@ from fatdeploy.export.reference.model import Decoded, ReferenceModel
 from fatdeploy.export.training.batches import NOTHING, Batch
 
 LENGTH_WEIGHT = 0.1
-# Width of the band around the diagonal in which attention costs little, as a share of both lengths.
+# Width of the band around the diagonal where attention costs little, as a share of both lengths.
 DIAGONAL_WIDTH = 0.2
 
 
 @dataclass(frozen=True)
 class Losses:
-    """The sum of what is minimised, and the plain token loss in nats that reports speak of."""
+    """The sum to minimise, and the plain token loss in nats for reports."""
 
     total: Tensor
     tokens: Tensor
@@ -25,13 +25,13 @@ class Losses:
 
 @dataclass(frozen=True)
 class Objective:
-    """Which losses there are and how they are weighed."""
+    """The weights of the losses."""
 
     label_smoothing: float = 0.0
     guided_attention: float = 0.0
 
     def losses(self, model: ReferenceModel, batch: Batch, own_words: float = 0.0) -> Losses:
-        """Return the losses of a batch; ``own_words`` is the share of tokens read that are the model's own."""
+        """Return the losses of a batch; ``own_words`` is the share of tokens read that the model chose itself."""
         memory = model.encode(batch.source, batch.source_mask)
         read = batch.target_in
         if own_words > 0 and not model.config.parallel:
@@ -39,11 +39,13 @@ class Objective:
         guided = model.config.decoder_layers - 1 if self.guided_attention > 0 else None
         decoded, _ = model.decode(read, model.stateless(), memory, weights_of=guided)
         logits = model.logits(decoded, memory).flatten(0, 1)
-        said = batch.target_out.flatten()
-        tokens = functional.cross_entropy(logits, said, ignore_index=NOTHING)
+        targets = batch.target_out.flatten()
+        tokens = functional.cross_entropy(logits, targets, ignore_index=NOTHING)
         total = tokens
         if self.label_smoothing > 0:
-            total = functional.cross_entropy(logits, said, ignore_index=NOTHING, label_smoothing=self.label_smoothing)
+            total = functional.cross_entropy(
+                logits, targets, ignore_index=NOTHING, label_smoothing=self.label_smoothing
+            )
         if memory.length_logits is not None:
             total = total + LENGTH_WEIGHT * functional.cross_entropy(memory.length_logits, batch.lengths - 1)
         if guided is not None and guided in decoded.weights:
@@ -53,25 +55,25 @@ class Objective:
 
 
 def with_own_words(model: ReferenceModel, batch: Batch, memory: SourceMemory, share: float) -> Tensor:
-    """Return the tokens to read, a share of them replaced by what the model says there (parallel scheduled sampling).
+    """Return the tokens to read, a share of them replaced by the model's own (parallel scheduled sampling).
 
-    The model reads the true target once, for all positions at the same time, and its best token at each takes the place
-    of the true one that follows.
+    The model reads the true target once, at all positions in one call, and its best token at each position replaces the
+    true one that follows.
     """
     with torch.no_grad():
         decoded, _ = model.decode(batch.target_in, model.stateless(), memory)
         own = model.logits(decoded, memory).argmax(-1)[:, :-1]
     read = batch.target_in.clone()
-    # The first token is BOS, and padding stays padding.
+    # BOS stays first, and padding stays padding.
     replaced = (torch.rand(own.shape) < share) & (read[:, 1:] != model.config.pad_id)
     read[:, 1:] = torch.where(replaced, own, read[:, 1:])
     return read
 
 
 def far_attention(decoded: Decoded, layer: int, batch: Batch, *, backwards: bool = False) -> Tensor:
-    """Return how much of a layer's cross-attention [B, H, T, S] looks far from the diagonal (guided attention loss).
+    """Return how much of a layer's cross-attention [B, H, T, S] is far from the diagonal (guided attention loss).
 
-    A target that is written ``backwards`` begins at the end of the source: its diagonal is the other one.
+    A target written ``backwards`` starts at the end of the source, so it has the other diagonal.
     """
     weights = decoded.weights[layer]
     at_source = _shares(batch.source_mask)  # [B, S]
@@ -81,10 +83,10 @@ def far_attention(decoded: Decoded, layer: int, batch: Batch, *, backwards: bool
     distance = at_target[:, :, None] - at_source[:, None, :]
     cost = 1 - torch.exp(-distance.square() / (2 * DIAGONAL_WIDTH**2))
     real = (batch.learned[:, :, None] & batch.source_mask[:, None, :])[:, None]  # [B, 1, T, S]
-    # Weights of the tanh forms may be negative.
+    # The tanh forms have negative weights too.
     return (weights.abs() * cost[:, None] * real).sum() / (batch.learned.sum() * weights.shape[1])
 
 
 def _shares(real: Tensor) -> Tensor:
-    """Return where each position [B, L] stands in its row, from 0 to 1."""
+    """Return the place of each position [B, L] in its row, from 0 to 1."""
     return torch.arange(real.shape[1]) / (real.sum(1, keepdim=True) - 1).clamp(min=1)

@@ -1,4 +1,4 @@
-"""What a killed training goes on from: one file with weights, optimiser and random state, replaced as a whole."""
+"""The state that a killed training continues from: one file with weights, optimiser and random state."""
 
 import json
 from pathlib import Path
@@ -18,13 +18,13 @@ from fatdeploy.folders import share
 
 STATE = "state.safetensors"
 _RECORD, _RANDOM = "record", "random"
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW remembers of each parameter
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # the state of AdamW for each parameter
 
 
 def save_state(
     path: Path, model: ReferenceModel, optimiser: AdamW, record: dict[str, Any], *, advice: str = GO_ON
 ) -> None:
-    """Write all that the next step depends on; ``record`` is JSON, ``advice`` what to do if it cannot be written."""
+    """Write everything the next step depends on; ``record`` is JSON, ``advice`` is what to do if writing fails."""
     tensors = {f"model.{name}": tensor.detach() for name, tensor in stored_tensors(model).items()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter, state in optimiser.state.items():
@@ -40,19 +40,19 @@ def save_state(
 
 
 def load_record(path: Path) -> dict[str, Any]:
-    """Return what was recorded with a state."""
+    """Return the record of a saved state."""
     return _read(path)[1]
 
 
 def load_state(path: Path, model: ReferenceModel, optimiser: AdamW) -> dict[str, Any]:
-    """Put a saved state into model, optimiser and torch's random generator; return its record."""
+    """Load a saved state into model, optimiser and torch's random generator; return its record."""
     tensors, record = _read(path)
     try:
         with torch.no_grad():
             for name, tensor in stored_tensors(model).items():
                 tensor.copy_(tensors[f"model.{name}"])
         for name, parameter in model.named_parameters():
-            # A parameter that no batch has used yet has no moments.
+            # A parameter that no batch has used has no moments yet.
             if f"step.{name}" in tensors:
                 optimiser.state[parameter] = {kind: tensors[f"{kind}.{name}"] for kind in _MOMENTS}
         torch.set_rng_state(tensors[_RANDOM])
@@ -67,11 +67,11 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             record = json.loads((file.metadata() or {}).get(_RECORD, "null"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (OSError, SafetensorError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}; train anew with --force") from error
+        raise CheckpointError(f"cannot read {path}: {error}; start over with --force") from error
     if not isinstance(record, dict):
-        raise _foreign(path, "nothing is recorded in it")
+        raise _foreign(path, "it has no record")
     return tensors, record
 
 
 def _foreign(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"{path} is not the state of this training ({reason}); train anew with --force")
+    return CheckpointError(f"{path} is not the state of this training ({reason}); start over with --force")

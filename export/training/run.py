@@ -1,4 +1,4 @@
-"""A training from its files to its checkpoint: what is read, checked and written around the loop."""
+"""A training from data files to checkpoint: what is read, checked and written around the loop."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -25,14 +25,14 @@ from fatdeploy.machine import this_machine
 from fatdeploy.runtimes.text.tokenizer_json import Kind
 
 REPORT, CURVE = "training.json", "curve.svg"
-# Thresholds of the hybrid forward pass that are tried, and how much a lower one may cost in points of error.
+# Thresholds of the hybrid forward pass to try, and the error in points that a lower one may cost.
 THRESHOLDS = tuple(step / 20 for step in range(21))
 THRESHOLD_COST = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """What to train: a preset with changes, on which pairs, with which tokenizer and settings."""
+    """What to train: a preset with changes, a tokenizer, and settings."""
 
     preset: str
     changes: dict[str, Any]
@@ -41,23 +41,23 @@ class TrainingPlan:
     settings: TrainSettings
 
     def config(self, coder: TextCoder) -> ModelConfig:
-        """Return the configuration of the model; its vocabulary is the tokenizer's."""
+        """Return the model's configuration, with the vocabulary of the tokenizer."""
         fixed = {"vocab_size": coder.n_tokens, "pad_id": coder.pad_id, "bos_id": coder.bos_id, "eos_id": coder.eos_id}
         wrong = [f"{name}: follows from the tokenizer" for name in self.changes if name in fixed]
         if wrong:
             raise ConfigError(in_one_line("configuration refused", wrong))
         config = config_from_preset(self.preset, **self.changes, **fixed)
         if self.settings.draw_threshold and not config.hybrid:
-            wrong.append(f"--draw-threshold needs a hybrid model, {self.preset} is none")
+            wrong.append(f"--draw-threshold needs a hybrid model, {self.preset} is not")
         if self.settings.scheduled_sampling and config.parallel:
-            wrong.append(f"--scheduled-sampling needs a model that reads its own words, {self.preset} reads none")
+            wrong.append(f"--scheduled-sampling needs an autoregressive model, {self.preset} is not")
         if wrong:
             raise ConfigError(in_one_line("training refused", wrong))
         return config
 
 
 class Training:
-    """One training in a folder, alone there until it is finished or closed: new, or going on from a saved state."""
+    """One training in a folder, alone there until it is finished or closed: new, or resumed from a saved state."""
 
     def __init__(self, plan: TrainingPlan, parts: Parts, folder: Path, *, resume: bool) -> None:
         self.folder, self._plan, self._parts = folder, plan, parts
@@ -76,13 +76,13 @@ class Training:
                 self._check_identity()
                 self.trainer.resume()
             else:
-                # A training that is killed in its first minutes can be resumed, too.
+                # So that a training killed in its first minutes can be resumed too.
                 self.trainer.save(advice=AGAIN)
             self._settle()
         except BaseException:
             self.close()
             if is_new:
-                # The same command must not find a folder that is there; one with a state in it stays.
+                # The same command must not fail because the folder exists; one that holds a state stays.
                 with suppress(OSError):
                     folder.rmdir()
             raise
@@ -92,7 +92,7 @@ class Training:
         self._lock.close()
 
     def events(self) -> Iterator[Step | Epoch]:
-        """Train to the end, telling each step and epoch; the checkpoint is whole after every epoch."""
+        """Train to the end, yielding each step and epoch; the checkpoint is complete after every epoch."""
         for event in self.trainer.events():
             if isinstance(event, Epoch):
                 self._report()
@@ -101,9 +101,9 @@ class Training:
     def finish(
         self, tried: Callable[[float, ValidationScore], None] = lambda *_: None, *, half: bool = False
     ) -> ValidationScore:
-        """Choose the hybrid threshold if it was drawn, remove the state, and return the score of what is kept.
+        """Choose the hybrid threshold if it was drawn, remove the state, and return the score of the kept weights.
 
-        ``half`` stores the weights in half precision; the score is theirs before that.
+        ``half`` stores the weights in half precision; the score is the one before that.
         """
         best = self.trainer.progress.best
         if best is None:
@@ -119,15 +119,17 @@ class Training:
         return best
 
     def _choose_threshold(self, tried: Callable[[float, ValidationScore], None]) -> ValidationScore:
-        """Keep the lowest threshold that costs next to nothing on the validation pairs; they were all learned with."""
+        """Keep the lowest threshold that costs next to nothing on the validation pairs; training used all of them."""
         model = load_checkpoint(self.folder)
         scores: dict[float, ValidationScore] = {}
-        seen: dict[bytes, ValidationScore] = {}
-        for threshold in (one for one in THRESHOLDS if one >= self.config.hybrid_threshold):
+        score_of: dict[bytes, ValidationScore] = {}
+        for threshold in (value for value in THRESHOLDS if value >= self.config.hybrid_threshold):
             set_threshold(model, threshold)
             kept = model.keep.numpy().tobytes()
-            # Ranks beyond the targets' tokens change nothing that is said.
-            scores[threshold] = seen.setdefault(kept, seen[kept] if kept in seen else self.validation(model))
+            # Thresholds beyond the tokens of targets keep the same tokens, and need no second validation.
+            if kept not in score_of:
+                score_of[kept] = self.validation(model)
+            scores[threshold] = score_of[kept]
             tried(threshold, scores[threshold])
         most = min(score.token_error_rate for score in scores.values()) + THRESHOLD_COST
         chosen = min(threshold for threshold, score in scores.items() if score.token_error_rate <= most)
@@ -138,9 +140,9 @@ class Training:
         return scores[chosen]
 
     def _identity(self) -> dict[str, Any]:
-        """Return all that the weights depend on, as JSON values."""
+        """Return everything the weights depend on, as JSON values."""
         settings = asdict(self._plan.settings)
-        # More threads sum in another order, but that is for who resumes to decide.
+        # More threads sum in another order, but that is up to whoever resumes.
         for name in ("threads", "save_seconds"):
             settings.pop(name)
         return {
@@ -154,7 +156,7 @@ class Training:
     def _locked(self, resume: bool) -> FolderLock:
         if resume and not (self.folder / STATE).exists():
             raise CheckpointError(
-                f"{self.folder} has no {STATE} to resume from: no training was begun there, or it came to its end; "
+                f"{self.folder} has no {STATE} to resume from: no training was started there, or it has finished; "
                 "train without --resume"
             )
         try:
@@ -168,13 +170,13 @@ class Training:
     def _check_identity(self) -> None:
         differing = _differing(load_record(self.folder / STATE).get("identity"), self._identity())
         if differing:
-            told = in_one_line(f"the training in {self.folder} is another one", differing)
-            raise ConfigError(f"{told}; give the same files and options, or train anew with --force")
+            message = in_one_line(f"the training in {self.folder} is a different one", differing)
+            raise ConfigError(f"{message}; give the same files and options, or start over with --force")
 
     def _settle(self) -> None:
-        """Write what the weights will be read with, and remove what another training left.
+        """Write configuration and tokenizer, and remove the files of an earlier training.
 
-        The state is there already: until it was written, the older training lost nothing.
+        The state is saved before: until then the earlier training has lost nothing.
         """
         try:
             for name in (WEIGHTS, REPORT, CURVE) if self.trainer.progress.best is None else ():
@@ -191,7 +193,7 @@ class Training:
             "changes": self._plan.changes,
             "settings": asdict(self._plan.settings),
             "tokenizer": self._plan.tokenizer,
-            "parameters": sum(one.numel() for one in self.trainer.model.parameters()),
+            "parameters": sum(parameter.numel() for parameter in self.trainer.model.parameters()),
             "pairs": {"train": len(self._parts.train.pairs), "validation": len(self._parts.validation.pairs)},
             "pairs_sha256": self._parts.digest,
             "epochs": [asdict(epoch) for epoch in progress.epochs],
@@ -208,13 +210,13 @@ class Training:
 
 
 def _differing(old: Any, new: dict[str, Any]) -> list[str]:
-    """Return what an earlier training did otherwise than a new one."""
+    """Return how an earlier training differs from a new one."""
     if not isinstance(old, dict):
-        return ["nothing is known of it"]
+        return ["it has no record"]
     reasons = []
     for name in (name for name in new if old.get(name) != new[name]):
         if isinstance(new[name], dict):
             reasons += _differing(old.get(name), new[name])
         else:
-            reasons.append("the pairs are others" if name == "pairs" else f"{name} was {old.get(name)}, is {new[name]}")
+            reasons.append("the pairs differ" if name == "pairs" else f"{name} was {old.get(name)}, is {new[name]}")
     return reasons

@@ -1,4 +1,4 @@
-"""How to train: every setting, its range, and its JSON form. Imports no torch."""
+"""How to train: every setting and its range. Imports no torch."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ from typing import Any
 
 from fatdeploy.errors import ConfigError, in_one_line
 
-# Smallest and largest legal value of every setting; None is no limit.
+# Smallest and largest legal value of every setting; None means no limit.
 _RANGES: dict[str, tuple[float, float | None]] = {
     "epochs": (1, None),
     "batch_size": (1, None),
@@ -28,12 +28,12 @@ _RANGES: dict[str, tuple[float, float | None]] = {
 class TrainSettings:
     """How a model is trained.
 
-    The learning rate rises over ``warmup`` steps and falls to zero in half a cosine over all ``epochs``. Gradients are
-    as long as ``clip`` at most, or as they are if it is 0. ``scheduled_sampling`` is the share of target tokens read
-    that are the model's own words at the end of training, rising from none; ``guided_attention`` weighs a loss of
-    attention far from the diagonal. ``draw_threshold`` draws the threshold of the hybrid forward pass anew each step,
-    between the configuration's and 1, and chooses the lowest one that costs next to nothing on the validation pairs
-    when all is learned. ``save_seconds`` is the time between two states of an unfinished epoch.
+    The learning rate rises over ``warmup`` steps and falls to zero in half a cosine over all ``epochs``. ``clip`` is
+    the largest norm of gradients; 0 sets no limit. ``scheduled_sampling`` is the share of target tokens that the model
+    reads from its own output at the end of training, rising from 0. ``guided_attention`` is the weight of a loss on
+    attention far from the diagonal. ``draw_threshold`` draws the threshold of the hybrid forward pass at every step,
+    between the configuration's and 1, and finally chooses the lowest one that costs next to nothing on the validation
+    pairs. ``save_seconds`` is the time between two saved states within an epoch.
     """
 
     epochs: int = 20
@@ -52,13 +52,13 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         reasons = []
-        for one in dataclasses.fields(self):
-            low, high = _RANGES.get(one.name, (0, 1))
-            value = getattr(self, one.name)
-            if not _is(value, one.type):
-                reasons.append(f"{one.name}: expected {getattr(one.type, '__name__', one.type)}, found {value!r}")
+        for field in dataclasses.fields(self):
+            low, high = _RANGES.get(field.name, (0, 1))
+            value = getattr(self, field.name)
+            if not _is(value, field.type):
+                reasons.append(f"{field.name}: expected {getattr(field.type, '__name__', field.type)}, found {value!r}")
             elif not low <= value or (high is not None and not value <= high) or math.isinf(value):
-                reasons.append(f"{one.name}: must lie in {low}…{'' if high is None else high}, found {value}")
+                reasons.append(f"{field.name}: must lie in {low}…{'' if high is None else high}, found {value}")
         if reasons:
             raise ConfigError(in_one_line("training refused", reasons))
 
@@ -70,7 +70,7 @@ class TrainSettings:
         return self.learning_rate * (1 + math.cos(math.pi * min(1.0, done))) / 2
 
     def own_words(self, step: int, n_steps: int) -> float:
-        """Return which share of the target tokens that are read is the model's own at a step."""
+        """Return the share of target tokens that the model reads from its own output at a step."""
         return self.scheduled_sampling * step / n_steps
 
 

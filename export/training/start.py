@@ -1,4 +1,4 @@
-"""Weights that training begins with."""
+"""The weights that training starts from."""
 
 import math
 
@@ -10,9 +10,9 @@ from fatdeploy.export.reference.config import ModelConfig
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.weights import drawn_projection, last_norm
 
-# Added to scores: none of a pair of positions, of a distance or of a head is preferred before anything is learned.
+# Added to scores: an untrained model prefers no position, distance or head.
 _ZERO = ("position_scores", "head_bias", "relative.weights")
-# Of the last norm with a tied output matrix: larger logits than these begin with a loss far above that of a guess.
+# Gain of the last norm with a tied output matrix: larger logits start with a loss far above that of guessing.
 _LAST_GAIN = 0.25
 
 

@@ -1,4 +1,4 @@
-"""Vocabularies from training pairs: characters, symbols or byte-level BPE, ids in the order of frequency."""
+"""Vocabularies from training pairs: characters, symbols or byte-level BPE, with ids by frequency."""
 
 import json
 from collections import Counter
@@ -17,7 +17,7 @@ Pairs = Sequence[tuple[str, str]]
 
 BPE_TOKENS = 8000
 N_BYTES = 256
-# What was seen once is no pattern, and its token would be trained once an epoch.
+# A merge seen once is no pattern, and its token would be trained once per epoch.
 LEAST_SEEN = 2
 
 
@@ -32,7 +32,7 @@ class TextCoder:
         self.unk_id = None if file.kind == "bpe" else 3
         self._content = file.to_json()
         self._tokenizer = tokenizer_from_json(self._content, Path("tokenizer.json"))
-        self._known = frozenset(file.tokens[len(SPECIAL[file.kind]) :])
+        self._vocabulary = frozenset(file.tokens[len(SPECIAL[file.kind]) :])
 
     def source_ids(self, text: str) -> list[int]:
         """Return the tokens of a source; none are around them."""
@@ -44,15 +44,15 @@ class TextCoder:
         return list(self._tokenizer.plain_ids(text))
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return what tokens of a target say, special ones left out."""
+        """Return the text of a target's tokens, without special ones."""
         return self._tokenizer.text(ids)
 
     def unknown(self, pairs: Pairs) -> Counter[str]:
-        """Return how often pairs say what has no token; every text of BPE has some."""
+        """Return how often each character or symbol without a token occurs in pairs; none with BPE."""
         if self.kind == "bpe":
             return Counter()
         sources, targets = _counted(pairs, self.kind)
-        return Counter({token: count for token, count in (sources + targets).items() if token not in self._known})
+        return Counter({token: count for token, count in (sources + targets).items() if token not in self._vocabulary})
 
     def save(self, path: Path) -> None:
         """Write tokenizer.json, in the format of the tokenizers package."""
@@ -62,11 +62,11 @@ class TextCoder:
 def built_tokenizer(pairs: Pairs, kind: Kind, *, vocab_size: int | None = None) -> TextCoder:
     """Return a tokenizer for sources and targets alike; the same pairs give the same file, byte for byte.
 
-    A token's id is its rank: special tokens are the first, then come the most frequent ones of the targets, those of
-    the sources, and tokens that are equally frequent by their spelling. Only BPE has a ``vocab_size``, at most so many
-    tokens; the others have all that occur in the pairs.
+    A token's id is its rank: special tokens first, then the others by frequency in targets, by frequency in sources,
+    and by spelling. Only BPE takes a ``vocab_size``, the largest number of tokens; the others have a token for all that
+    occurs in the pairs.
     """
-    _check_wanted(pairs, kind, vocab_size)
+    _check_vocabulary(pairs, kind, vocab_size)
     if kind == "bpe":
         return TextCoder(_learned(pairs, vocab_size or BPE_TOKENS))
     sources, targets = _counted(pairs, kind)
@@ -85,27 +85,27 @@ def loaded_tokenizer(path: Path) -> TextCoder:
         raise CheckpointError(f"cannot read the tokenizer {path}: {error}; train again to get a new one") from error
 
 
-def _check_wanted(pairs: Pairs, kind: Kind, vocab_size: int | None) -> None:
+def _check_vocabulary(pairs: Pairs, kind: Kind, vocab_size: int | None) -> None:
     reasons = []
     if not pairs:
         reasons.append("there are no pairs")
     if vocab_size is not None and kind != "bpe":
-        reasons.append(f"vocab_size goes with bpe, {kind} keep all that occur; leave it out")
+        reasons.append(f"vocab_size is for bpe, {kind} keep everything that occurs; leave it out")
     least = N_BYTES + len(SPECIAL["bpe"])
     if vocab_size is not None and kind == "bpe" and vocab_size < least:
         reasons.append(f"vocab_size must be at least {least}, one for each byte and special token, found {vocab_size}")
     broken = [number for number, pair in enumerate(pairs) if not all(map(is_unicode, pair))]
     if broken:
-        reasons.append(f"texts must be valid Unicode, those of pairs {_some(broken)} are not")
+        reasons.append(f"texts must be valid Unicode, those of pairs {_first_few(broken)} are not")
     if kind == "symbols":
-        taken = {symbol for _, target in pairs for symbol in target.split() if symbol in SPECIAL[kind]}
-        reasons += [f"the symbol {symbol} is the name of a special token; rename it" for symbol in sorted(taken)]
+        reserved = {symbol for _, target in pairs for symbol in target.split() if symbol in SPECIAL[kind]}
+        reasons += [f"the symbol {symbol} is the name of a special token; rename it" for symbol in sorted(reserved)]
     if reasons:
         raise ConfigError(in_one_line("no tokenizer", reasons))
 
 
-def _some(numbers: Sequence[int], most: int = 5) -> str:
-    """Return the first of many numbers."""
+def _first_few(numbers: Sequence[int], most: int = 5) -> str:
+    """Return the first of many numbers, and how many more there are."""
     more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
     return ", ".join(map(str, numbers[:most])) + more
 
@@ -125,7 +125,7 @@ def _ranked(tokens: Iterable[str], sources: Counter[str], targets: Counter[str])
 
 
 def _learned(pairs: Pairs, vocab_size: int) -> TokenizerFile:
-    """Return byte-level BPE learned on both sides, its ids by rank; merges name strings, so that ids are free."""
+    """Return byte-level BPE learned on both sides, with ids by rank; merges are strings, so ids are free to choose."""
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -145,5 +145,5 @@ def _learned(pairs: Pairs, vocab_size: int) -> TokenizerFile:
 
 
 def _merges_of(learner: Tokenizer) -> tuple[tuple[str, str], ...]:
-    """Return the merges in their order; the package tells them in its file alone."""
+    """Return the merges in order; the package shows them only in its file."""
     return tuple((left, right) for left, right in json.loads(learner.to_str())["model"]["merges"])

@@ -1,4 +1,4 @@
-"""The training loop: one step after another, validation each epoch, the best weights kept, everything resumable."""
+"""The training loop: steps, validation after every epoch, the best weights kept, everything resumable."""
 
 import math
 import time
@@ -22,70 +22,70 @@ from fatdeploy.export.training.settings import TrainSettings
 
 @dataclass(frozen=True)
 class ValidationScore:
-    """What a model does with the validation pairs: loss in nats a token, error rates in percent."""
+    """How a model does on the validation pairs: loss in nats per token, error rates in percent."""
 
     loss: float
     token_error_rate: float
     sequence_error_rate: float
 
     def better_than(self, other: "ValidationScore | None") -> bool:
-        """Whether this is to be kept instead of another."""
+        """Whether this model should replace the other."""
         if other is None:
             return True
-        mine, theirs = ((one.token_error_rate, one.loss) for one in (self, other))
+        mine, theirs = ((score.token_error_rate, score.loss) for score in (self, other))
         return mine < theirs
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """What is known after an epoch."""
+    """The result of an epoch."""
 
     number: int  # from 1
     train_loss: float
     score: ValidationScore
-    seconds: float  # of one core, of training alone, all epochs so far
+    seconds: float  # CPU time of training alone, all epochs so far
     best: bool
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is known after a step."""
+    """The result of a step."""
 
     epoch: int  # from 1
-    step: int  # of all, from 1
+    step: int  # across all epochs, from 1
     loss: float
 
 
 @dataclass
 class Progress:
-    """Where a training stands: what the next step depends on beside weights, optimiser and random state."""
+    """How far a training is: what the next step depends on besides weights, optimiser and random state."""
 
     step: int = 0
     seconds: float = 0.0
-    loss_sum: float = 0.0  # of this epoch's tokens
+    loss_sum: float = 0.0  # over the tokens of this epoch
     n_tokens: int = 0
     epochs: list[Epoch] = field(default_factory=list)
 
     @property
     def best(self) -> ValidationScore | None:
-        """The score of the weights that are kept."""
+        """The score of the kept weights."""
         return next((epoch.score for epoch in reversed(self.epochs) if epoch.best), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all as JSON values."""
+        """Return all fields as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Progress":
         """Return what ``to_dict`` described."""
-        epochs = [Epoch(**{**one, "score": ValidationScore(**one["score"])}) for one in values["epochs"]]
+        epochs = [Epoch(**{**epoch, "score": ValidationScore(**epoch["score"])}) for epoch in values["epochs"]]
         return cls(**{**values, "epochs": epochs})
 
 
 class Trainer:
-    """Trains a model on pairs, in a folder that holds the best weights and the state to go on from.
+    """Trains a model on pairs, in a folder that holds the best weights and the state to resume from.
 
-    ``validate`` scores the model as it is; ``identity`` is recorded with every state, for who resumes to compare.
+    ``validate`` scores the current model; ``identity`` is saved with every state, to be compared when resuming.
     """
 
     def __init__(
@@ -106,18 +106,18 @@ class Trainer:
         self.n_steps = settings.epochs * self.steps_per_epoch
 
     def resume(self) -> None:
-        """Go on where an earlier training stopped."""
+        """Continue where an earlier training stopped."""
         path = self.folder / STATE
         record = load_state(path, self.model, self._optimiser)
         try:
             self.progress = Progress.from_dict(record["progress"])
         except (KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{path} is of another version of fatdeploy ({error}); train anew with --force"
+                f"{path} is from another version of fatdeploy ({error}); start over with --force"
             ) from error
 
     def events(self) -> Iterator[Step | Epoch]:
-        """Train to the end, and tell each step and each epoch."""
+        """Train to the end, yielding each step and each epoch."""
         torch.set_num_threads(self.settings.threads)
         if not self.progress.step:
             torch.manual_seed(self.settings.seed)
@@ -134,7 +134,7 @@ class Trainer:
             saved = time.monotonic()
 
     def save(self, *, advice: str = GO_ON) -> None:
-        """Write the state to go on from; ``advice`` is what to do if that fails."""
+        """Write the state to resume from; ``advice`` is what to do if that fails."""
         record = {"identity": self._identity, "progress": self.progress.to_dict()}
         save_state(self.folder / STATE, self.model, self._optimiser, record, advice=advice)
 
@@ -181,23 +181,26 @@ class Trainer:
 
 
 def finite(loss: float, name: str) -> float:
-    """Return a loss that is a number; any other ends the training."""
+    """Return a finite loss; any other ends the training."""
     if not math.isfinite(loss):
         raise TrainingFailed(f"{name} is {loss}: lower --learning-rate, or clip gradients (--clip 1)")
     return loss
 
 
 def set_threshold(model: ReferenceModel, threshold: float) -> None:
-    """Let the hybrid forward pass keep the tokens whose frequency rank, which is their id, is below τ·V."""
+    """Make the hybrid forward pass keep the tokens with a frequency rank, which is their id, below τ·V."""
     config = replace(model.config, hybrid_threshold=threshold)
     model.keep.copy_(kept(torch.arange(config.vocab_size), config))
 
 
 def _optimiser(model: ReferenceModel, settings: TrainSettings) -> AdamW:
     parameters = list(model.parameters())
-    # Biases and gains are few and have no direction in which smaller is simpler.
+    # Weight decay does not make biases and gains simpler, and there are few of them.
     groups = [
-        {"params": [one for one in parameters if one.ndim > 1], "weight_decay": settings.weight_decay},
-        {"params": [one for one in parameters if one.ndim <= 1], "weight_decay": 0.0},
+        {
+            "params": [parameter for parameter in parameters if parameter.ndim > 1],
+            "weight_decay": settings.weight_decay,
+        },
+        {"params": [parameter for parameter in parameters if parameter.ndim <= 1], "weight_decay": 0.0},
     ]
     return AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.98), fused=True)

@@ -1,4 +1,4 @@
-"""How good a model in training is: the loss of validation pairs, and the errors of what it says by itself."""
+"""How good a model in training is: the loss of validation pairs, and the errors of its own decodes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,42 +17,42 @@ from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.evaluation.metrics import sequence_error_rate, token_error_rate
 
 BATCH = 256
-# A model that has not learned to end yet would talk to the last position of every source.
+# A model that has not learned to stop yet would decode to the last position for every source.
 LONGER_THAN_LONGEST = 1.5
 
 
 @dataclass(frozen=True)
 class Validation:
-    """Pairs that nothing is learned from; a source may have several accepted targets."""
+    """Pairs that are not trained on; a source may have several accepted targets."""
 
     pairs: Sequence[Pair]
     ids: Sequence[IdPair]
     coder: TextCoder
 
     def __call__(self, model: ReferenceModel) -> ValidationScore:
-        """Return the score of a model as it is."""
-        loss = finite(self._loss(model), "the validation loss")  # before it is asked to speak
+        """Return the score of the current model."""
+        loss = finite(self._loss(model), "the validation loss")  # before any decoding
         references: dict[tuple[int, ...], list[str]] = {}
         for pair, ids in zip(self.pairs, self.ids, strict=True):
             references.setdefault(tuple(ids.source), []).append(pair.target)
         sources = sorted(references, key=len)
-        said = self._said(model, sources)
+        texts = self._decoded(model, sources)
         accepted = [references[source] for source in sources]
         return ValidationScore(
             loss=loss,
-            token_error_rate=token_error_rate(said, accepted).value,
-            sequence_error_rate=sequence_error_rate(said, accepted).value,
+            token_error_rate=token_error_rate(texts, accepted).value,
+            sequence_error_rate=sequence_error_rate(texts, accepted).value,
         )
 
-    def _said(self, model: ReferenceModel, sources: list[tuple[int, ...]]) -> list[str]:
+    def _decoded(self, model: ReferenceModel, sources: list[tuple[int, ...]]) -> list[str]:
         longest = int(LONGER_THAN_LONGEST * max(len(ids.target) for ids in self.ids)) + 2
         options = DecodeOptions(max_new_tokens=min(longest, model.config.max_target))
         if model.config.parallel:
             options = DecodeOptions()
-        engine, found = EagerEngine(model), []
+        engine, hypotheses = EagerEngine(model), []
         for start in range(0, len(sources), BATCH):
-            found += decode(engine, sources[start : start + BATCH], options)
-        return [self.coder.text(one.tokens) for one in found]
+            hypotheses += decode(engine, sources[start : start + BATCH], options)
+        return [self.coder.text(hypothesis.tokens) for hypothesis in hypotheses]
 
     @torch.inference_mode()
     def _loss(self, model: ReferenceModel) -> float:

@@ -573,8 +573,8 @@ def test_what_cannot_be_measured_is_refused_at_once() -> None:
         metric_of(None, [PAIR, BARE, PAIR], None, silent)
     with pytest.raises(
         ConfigError,
-        match=r"no metric: --metric bleu needs targets: give --probes a file with a source, TAB and target a line; "
-        r"--metric bleu needs text, and the model has no tokenizer: say --metric token_error_rate$",
+        match=r"no metric: --metric bleu needs targets: give --probes a file with source, TAB, target per line; "
+        r"--metric bleu needs text, and the model has no tokenizer: use --metric token_error_rate$",
     ):
         metric_of("bleu", [BARE, BARE], None, silent)
 
@@ -645,12 +645,12 @@ def measured(asked: QuantizeRequest, folder: Path) -> tuple[Quantizer, float]:
 def test_a_recovery_keeps_the_worst_matrices_and_says_which(tmp_path: Path, precision: Any, higher: str) -> None:
     folder = folder_in(tmp_path)
     quantizer, share = measured(QuantizeRequest(precision=precision, of=FEW, recover=True), folder)
-    quantizer.asked = replace(quantizer.asked, bar=Bar(agreement=(2 * share + 1) / 3))
+    quantizer.request = replace(quantizer.request, bar=Bar(agreement=(2 * share + 1) / 3))
     judged = quantizer.written(folder, enforced=True)
     chosen = [name for name, kind in quantizer.precisions.items() if kind == precision and name != EMBEDDING]
     assert 0 < len(judged.kept) < len(chosen) == 7
     assert judged.kept[0] == "output"
-    assert judged.judgement.agreement.share >= quantizer.asked.bar.agreement > share
+    assert judged.judgement.agreement.share >= quantizer.request.bar.agreement > share
     assert judged.quantization.enforced
     low = {"int8": "int8 static", "int4": "int4"}[precision]
     found = judged.quantization.matrices

@@ -21,19 +21,19 @@ from tests.support.engines.scripted import SPEC
 from tests.support.words import g2p_bundle
 
 
-def quantizer_of(preset: str, asked: QuantizeRequest) -> Quantizer:
+def quantizer_of(preset: str, request: QuantizeRequest) -> Quantizer:
     """Return what quantizes a preset with random weights."""
-    return quantizer_from(bundle_of(preset), exportable_model(model_of(preset)), asked)
+    return quantizer_from(bundle_of(preset), exportable_model(model_of(preset)), request)
 
 
-def quantizer_from(plain: Bundle, exportable: Exportable, asked: QuantizeRequest) -> Quantizer:
+def quantizer_from(plain: Bundle, exportable: Exportable, request: QuantizeRequest) -> Quantizer:
     """Return what quantizes a bundle that was exported from a model."""
     return Quantizer(
         exportable,
         {part: plain.path / part for part in (ENCODER, DECODER)},
-        replace(plain.manifest, precision=asked.precision, files={}),
+        replace(plain.manifest, precision=request.precision, files={}),
         Trial(
-            asked,
+            request,
             random_examples(exportable.spec, 0),
             random_examples(exportable.spec, 1)[:12],
             most_steps=RANDOM_STEPS,
@@ -47,8 +47,8 @@ def quantized_of(preset: str, precision: Integers, cpu: CpuClass = "any") -> Bun
     """Return a preset with integers for matrices."""
     origin, spec = Origin(name=preset, random=True), model_of(preset).spec
     examples = random_examples(spec, 0), random_examples(spec, 1)[:12]
-    asked = QuantizeRequest(precision=precision, cpu=cpu)
-    trial = trial_of(origin, asked, examples, None, lambda _: None)
+    request = QuantizeRequest(precision=precision, cpu=cpu)
+    trial = trial_of(origin, request, examples, None, lambda _: None)
     return _shared(bundle_of(preset), exportable_model(model_of(preset)), origin, trial)
 
 
@@ -58,8 +58,8 @@ def quantized_g2p(precision: Integers) -> Bundle:
     model, origin = model_from_source(NAME)
     plain, tokenizer = g2p_bundle(), tokenizer_from_file(CHECKPOINT / "tokenizer.json")
     calibration, probes = (examples_from_file(path, plain.spec, tokenizer) for path in (CALIBRATION, G2P_PROBES))
-    asked = QuantizeRequest(precision=precision, of={"output": "int8", "decoder.layers.1.ffn.out": "int8"})
-    trial = trial_of(origin, asked, (calibration, probes), tokenizer, lambda _: None)
+    request = QuantizeRequest(precision=precision, of={"output": "int8", "decoder.layers.1.ffn.out": "int8"})
+    trial = trial_of(origin, request, (calibration, probes), tokenizer, lambda _: None)
     return _shared(plain, exportable_model(model, Choices(attention_layer=0)), origin, trial)
 
 
@@ -70,7 +70,7 @@ def _shared(plain: Bundle, exportable: Exportable, origin: Origin, trial: Trial)
         model = Plain(exportable, origin, "ort-cpu", traced={}, graphs=graphs, stage=lambda _: None)
         write_quantized(model, plain, folder, trial)
 
-    return shared_bundle(f"{origin.name}-{trial.asked.precision}-{trial.asked.cpu}", write)
+    return shared_bundle(f"{origin.name}-{trial.request.precision}-{trial.request.cpu}", write)
 
 
 def hollow_bundle(folder: Path, quantization: Quantization | None, **files: bytes) -> Bundle:

@@ -332,7 +332,7 @@ def test_the_metrics_of_the_command_are_those_that_there_are() -> None:
 
 def test_graphs_of_standard_ops_have_no_4_bit_integers(tmp_path: Path) -> None:
     line = refused(TINY, "--out", tmp_path / "out", "--precision", "int4", "--target", "onnx")
-    assert line.startswith("Error: the model cannot be quantized so: onnx takes ")
+    assert line.startswith("Error: the model cannot be quantized like this: onnx takes ")
     assert line.endswith("export with --target ort-cpu")
 
 

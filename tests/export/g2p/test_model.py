@@ -46,7 +46,11 @@ MISSED = {
 
 def searched(engine: Engine[Any], options: DecodeOptions, every: int = 1) -> list[Hypothesis]:
     ids = ids_of_test_words()[::every]
-    return [one for start in range(0, len(ids), BATCH) for one in decode(engine, ids[start : start + BATCH], options)]
+    return [
+        hypothesis
+        for start in range(0, len(ids), BATCH)
+        for hypothesis in decode(engine, ids[start : start + BATCH], options)
+    ]
 
 
 @cache
@@ -57,16 +61,16 @@ def expected(beams: int) -> list[Hypothesis]:
 
 def steps_of(words: Sequence[str]) -> int:
     """Return how many steps the longest pronunciation of some words takes, the end included."""
-    return 1 + max(len(said.split()) for word in words for said in references()[word])
+    return 1 + max(len(phonemes.split()) for word in words for phonemes in references()[word])
 
 
-def margin_of_bound(ids: list[int], found: tuple[int, ...], said: tuple[int, ...]) -> float:
+def margin_of_bound(ids: list[int], tokens: tuple[int, ...], expected_tokens: tuple[int, ...]) -> float:
     """Return the reference's margin where a word's pronunciation first differs from its own, as a part of the noise."""
     assert reference().spec.target_order == "left_to_right"
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(found, said, strict=False))
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(tokens, expected_tokens, strict=False))
     step = len(list(same))
-    one = compared(reference(), reference(), *padded([ids], reference().spec), steps=step + 1)
-    return float(one.margins[0, step] / one.bounds[0])
+    comparison = compared(reference(), reference(), *padded([ids], reference().spec), steps=step + 1)
+    return float(comparison.margins[0, step] / comparison.bounds[0])
 
 
 def test_a_dictionary_line_is_a_word_and_its_phonemes() -> None:
@@ -76,7 +80,7 @@ def test_a_dictionary_line_is_a_word_and_its_phonemes() -> None:
 
 def test_no_word_is_in_two_parts() -> None:
     words = {name: {word for word, _ in entries} for name, entries in parts().items()}
-    assert {name: len(found) for name, found in words.items()} == {"test": 2000, "validation": 2000, "train": 120898}
+    assert {name: len(part) for name, part in words.items()} == {"test": 2000, "validation": 2000, "train": 120898}
     assert sum(map(len, words.values())) == len(set.union(*words.values()))
     assert {name: len(entries) for name, entries in parts().items()}["train"] == 129679
 
@@ -104,38 +108,40 @@ def test_every_logit_of_every_test_word_is_the_references(dialect: Dialect) -> N
     # Whatever is no tie by the reference's margin is an error here.
     agreement = logit_agreement(comparisons)
     assert agreement.rows == 2000
-    assert max(one.expected.shape[1] for one in comparisons) == steps_of(words) > STEPS
-    print("ties:", [float(margin) for one in comparisons for margin in one.margins[one.ties]])
+    assert max(comparison.expected.shape[1] for comparison in comparisons) == steps_of(words) > STEPS
+    print("ties:", [float(margin) for comparison in comparisons for margin in comparison.margins[comparison.ties]])
 
 
 @pytest.mark.parametrize("dialect", ["ort", "standard"])
 def test_greedy_pronunciations_are_the_references(dialect: Dialect) -> None:
-    found = searched(OrtEngine(g2p_bundle(dialect), OrtOptions(threads=1)), DecodeOptions())
+    hypotheses = searched(OrtEngine(g2p_bundle(dialect), OrtOptions(threads=1)), DecodeOptions())
     other = [
-        (ids, one.tokens, two.tokens)
-        for ids, one, two in zip(ids_of_test_words(), found, expected(1), strict=True)
-        if one != two
+        (ids, mine.tokens, theirs.tokens)
+        for ids, mine, theirs in zip(ids_of_test_words(), hypotheses, expected(1), strict=True)
+        if mine != theirs
     ]
-    ties = {str(said): margin_of_bound(ids, mine, said) for ids, mine, said in other}
+    ties = {str(theirs): margin_of_bound(ids, mine, theirs) for ids, mine, theirs in other}
     print(f"ties: {ties}")
-    assert len(found) == 2000
+    assert len(hypotheses) == 2000
     assert all(margin <= TIE_MARGINS for margin in ties.values()), f"margins, in bounds of the noise: {ties}"
 
 
 def test_a_pronunciation_that_ends_too_early_is_no_tie() -> None:
-    for ids, one in list(zip(ids_of_test_words(), expected(1), strict=True))[::200]:
-        assert margin_of_bound(ids, one.tokens[:-1], one.tokens) > 100 * TIE_MARGINS
+    for ids, hypothesis in list(zip(ids_of_test_words(), expected(1), strict=True))[::200]:
+        assert margin_of_bound(ids, hypothesis.tokens[:-1], hypothesis.tokens) > 100 * TIE_MARGINS
 
 
 @pytest.mark.parametrize(("dialect", "every"), [("ort", 1), ("standard", 4)])
 def test_beams_are_the_references(dialect: Dialect, every: int) -> None:
-    found = searched(OrtEngine(g2p_bundle(dialect), OrtOptions(threads=1)), DecodeOptions(num_beams=5), every)
-    pairs = list(zip(found, expected(5)[::every], strict=True))
-    scores = np.array([(one.score, two.score) for one, two in pairs])
+    hypotheses = searched(OrtEngine(g2p_bundle(dialect), OrtOptions(threads=1)), DecodeOptions(num_beams=5), every)
+    pairs = list(zip(hypotheses, expected(5)[::every], strict=True))
+    scores = np.array([(mine.score, theirs.score) for mine, theirs in pairs])
     apart = np.abs(scores[:, 0] - scores[:, 1])
     assert len(apart) == 2000 // every
     ties = {
-        str(two.tokens): margin for (one, two), margin in zip(pairs, apart, strict=True) if one.tokens != two.tokens
+        str(theirs.tokens): margin
+        for (mine, theirs), margin in zip(pairs, apart, strict=True)
+        if mine.tokens != theirs.tokens
     }
     print(f"ties: {ties}")
     # Also of the words that are said otherwise: another one whose score is no less is a tie, any other a miss.
@@ -145,17 +151,19 @@ def test_beams_are_the_references(dialect: Dialect, every: int) -> None:
 @pytest.mark.parametrize("beams", [1, 5])
 def test_words_that_it_never_saw_are_pronounced_as_well_as_the_results_say(beams: int) -> None:
     with fatdeploy.load(g2p_bundle().path, threads=1) as model:
-        said = [one.text or "" for one in model.generate(list(references()), DecodeOptions(num_beams=beams))]
+        texts = [
+            hypothesis.text or "" for hypothesis in model.generate(list(references()), DecodeOptions(num_beams=beams))
+        ]
     result = json.loads(RESULT.read_text())
     mine = {"engine": "g2p", "precision": "fp32", "batch": 1, "beams": beams}
     [row] = [row for row in result["results"] if mine.items() <= row.items()]
-    assert errors(said, list(references().values())) == pytest.approx(row["errors"], abs=0.051)
+    assert errors(texts, list(references().values())) == pytest.approx(row["errors"], abs=0.051)
 
 
 def test_the_results_miss_no_more_targets_than_is_known() -> None:
-    held = {one["target"]: one["met"] for one in targets(json.loads(RESULT.read_text())["results"])}
-    assert held.keys() > MISSED
-    assert {name for name, met in held.items() if not met} <= MISSED
+    outcomes = {row["target"]: row["met"] for row in targets(json.loads(RESULT.read_text())["results"])}
+    assert outcomes.keys() > MISSED
+    assert {name for name, met in outcomes.items() if not met} <= MISSED
 
 
 @pytest.mark.parametrize(("precision", "points"), [("int8", 0.3), ("int4", 1.0)])
@@ -166,18 +174,20 @@ def test_integers_cost_few_wrong_phonemes(precision: Integers, points: float) ->
     assert gate["agreement"]["share"] >= 0.99
     assert gate["row_difference"] == 0
     rates = []
-    for one in (bundle, g2p_bundle()):
-        with fatdeploy.load(one.path, threads=1) as model:
-            rates.append(errors([found.text or "" for found in model.generate(list(references()))], accepted)["per"])
+    for compared_bundle in (bundle, g2p_bundle()):
+        with fatdeploy.load(compared_bundle.path, threads=1) as model:
+            rates.append(
+                errors([hypothesis.text or "" for hypothesis in model.generate(list(references()))], accepted)["per"]
+            )
     assert rates[0] - rates[1] <= points
 
 
 def test_the_readme_says_what_words_become() -> None:
     line = next(line for line in (ROOT / "README.md").read_text().splitlines() if "run g2p.bundle knight" in line)
-    words, _, said = line.partition("g2p.bundle ")[2].partition("#")
+    words, _, comment = line.partition("g2p.bundle ")[2].partition("#")
     with fatdeploy.load(g2p_bundle().path, threads=1) as model:
-        found = [one.text for one in model.generate(words.split())]
-    assert ", ".join(map(str, found)) == said.partition(";")[0].strip()
+        texts = [hypothesis.text for hypothesis in model.generate(words.split())]
+    assert ", ".join(map(str, texts)) == comment.partition(";")[0].strip()
 
 
 def test_the_example_of_the_readme_pronounces_without_torch() -> None:

@@ -24,8 +24,8 @@ def file_of(folder: Path, data: bytes) -> Path:
 
 
 def plain(examples: list[Example]) -> list[tuple[list[int], tuple[str, ...]]]:
-    assert {one.source.dtype for one in examples} == {np.dtype(np.int64)}
-    return [(one.source.tolist(), one.references) for one in examples]
+    assert {example.source.dtype for example in examples} == {np.dtype(np.int64)}
+    return [(example.source.tolist(), example.references) for example in examples]
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 
 
 @pytest.mark.parametrize(
-    ("data", "found"),
+    ("data", "expected"),
     [
         (b"a\nb", [("a", None), ("b", None)]),
         (b"a\tx\nb\n", [("a", "x"), ("b", None)]),
@@ -45,9 +45,9 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
     ],
 )
 def test_a_line_is_a_source_with_or_without_a_target(
-    tmp_path: Path, data: bytes, found: list[tuple[str, str | None]]
+    tmp_path: Path, data: bytes, expected: list[tuple[str, str | None]]
 ) -> None:
-    assert read_sources(file_of(tmp_path, data)) == found
+    assert read_sources(file_of(tmp_path, data)) == expected
 
 
 @pytest.mark.parametrize(
@@ -86,22 +86,22 @@ def test_another_encoding_is_told_at_every_line(tmp_path: Path) -> None:
 
 
 def test_without_a_tokenizer_a_line_is_ids(tmp_path: Path) -> None:
-    found = examples_from_file(file_of(tmp_path, b"3 4 5\n9\n 7  3 \t4 4\n"), SPEC, None)
-    assert plain(found) == [([3, 4, 5], ()), ([9], ()), ([7, 3], ("4 4",))]
+    examples = examples_from_file(file_of(tmp_path, b"3 4 5\n9\n 7  3 \t4 4\n"), SPEC, None)
+    assert plain(examples) == [([3, 4, 5], ()), ([9], ()), ([7, 3], ("4 4",))]
 
 
 def test_with_a_tokenizer_a_line_is_text_and_what_closes_it(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    found = examples_from_file(file_of(tmp_path, b"cab\tx y\naa\n"), LETTERS, tokenizer)
-    assert plain(found) == [
+    examples = examples_from_file(file_of(tmp_path, b"cab\tx y\naa\n"), LETTERS, tokenizer)
+    assert plain(examples) == [
         (tokenizer.encoded("cab").ids.tolist(), ("x y",)),
         (tokenizer.encoded("aa").ids.tolist(), ()),
     ]
-    assert found[0].source.tolist()[:2] != found[1].source.tolist()[:2]
+    assert examples[0].source.tolist()[:2] != examples[1].source.tolist()[:2]
 
 
 def test_a_source_stands_once_with_all_its_targets(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    found = examples_from_file(file_of(tmp_path, b"a\tx\nb\na\ty\na\tx\nb\tz\n"), LETTERS, tokenizer)
-    assert [one.references for one in found] == [("x", "y"), ("z",)]
+    examples = examples_from_file(file_of(tmp_path, b"a\tx\nb\na\ty\na\tx\nb\tz\n"), LETTERS, tokenizer)
+    assert [example.references for example in examples] == [("x", "y"), ("z",)]
 
 
 def test_all_lines_that_the_model_cannot_read_are_told_at_once(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_all_lines_that_the_model_cannot_read_are_told_at_once(tmp_path: Path) -
     path = file_of(tmp_path, b"\n".join(lines))
     with pytest.raises(DataError) as caught:
         examples_from_file(path, SPEC, None)
-    no_ids = "is no row of token ids with blanks between them, and there is no tokenizer"
+    no_ids = "is not a row of token ids separated by blanks, and the model has no tokenizer"
     assert str(caught.value) == (
         f"{path}: 7 of 9 lines cannot be used: source {no_ids} at line 2; source ids must lie in 0…9, found 10 at "
         "line 3; source ids must lie in 0…9, found -1 at line 4; source has 5 tokens, more than max_source = 4 at "
@@ -129,11 +129,11 @@ def test_a_text_that_is_too_long_is_told_and_not_cut(tmp_path: Path, tokenizer: 
 
 def test_random_examples_are_seeded_short_and_ordinary() -> None:
     spec = ModelSpec(vocab_size=9, width=1, max_source=100, max_target=6, pad_id=4, bos_id=0, eos_id=8)
-    found, again, other = (random_examples(spec, seed) for seed in (3, 3, 4))
-    assert plain(found) == plain(again) != plain(other)
-    assert len(found) == 32
-    assert {len(one.source) for one in found} <= set(range(1, 33))
-    assert len({len(one.source) for one in found}) > 10
-    assert set(np.concatenate([one.source for one in found]).tolist()) == {1, 2, 3, 5, 6, 7}
-    assert not any(one.references for one in found)
-    assert max(len(one.source) for one in random_examples(SPEC, 0)) == SPEC.max_source == 4
+    examples, again, other = (random_examples(spec, seed) for seed in (3, 3, 4))
+    assert plain(examples) == plain(again) != plain(other)
+    assert len(examples) == 32
+    assert {len(example.source) for example in examples} <= set(range(1, 33))
+    assert len({len(example.source) for example in examples}) > 10
+    assert set(np.concatenate([example.source for example in examples]).tolist()) == {1, 2, 3, 5, 6, 7}
+    assert not any(example.references for example in examples)
+    assert max(len(example.source) for example in random_examples(SPEC, 0)) == SPEC.max_source == 4

@@ -19,74 +19,74 @@ def matrix(*rows: list[float]) -> np.ndarray:
 
 
 def test_a_column_ends_at_the_end_of_its_range() -> None:
-    found = columns_from_matrix(matrix([6.3, -1], [-3.12, 0.4], [0, 0.25]), 7)
-    np.testing.assert_array_equal(found.values, [[63, -63], [-31, 25], [0, 16]])
-    np.testing.assert_allclose(found.scales, [0.1, 1 / 63], rtol=1e-6)
+    columns = columns_from_matrix(matrix([6.3, -1], [-3.12, 0.4], [0, 0.25]), 7)
+    np.testing.assert_array_equal(columns.values, [[63, -63], [-31, 25], [0, 16]])
+    np.testing.assert_allclose(columns.scales, [0.1, 1 / 63], rtol=1e-6)
 
 
 @pytest.mark.parametrize(("bits", "limit"), [(7, 63), (8, 127)])
 def test_no_weight_is_beyond_the_bits_that_are_used(bits: int, limit: int) -> None:
     drawn = np.random.default_rng(0).standard_normal((50, 20)).astype(np.float32)
-    found = columns_from_matrix(drawn, bits)
-    assert np.abs(found.values.astype(int)).max(0).tolist() == [limit] * 20
-    assert np.abs(found.restored() - drawn).max() <= found.scales.max() / 2 * 1.0001
+    columns = columns_from_matrix(drawn, bits)
+    assert np.abs(columns.values.astype(int)).max(0).tolist() == [limit] * 20
+    assert np.abs(columns.restored() - drawn).max() <= columns.scales.max() / 2 * 1.0001
 
 
 def test_a_column_of_zeros_stays_zero_and_a_zero_row_too() -> None:
-    found = columns_from_matrix(matrix([0, 2], [0, 0], [0, -1]), 8)
-    np.testing.assert_array_equal(found.values, [[0, 127], [0, 0], [0, -64]])
-    assert found.scales.tolist() == [1.0, np.float32(2 / 127)]
-    np.testing.assert_array_equal(found.restored()[:, 0], [0, 0, 0])
+    columns = columns_from_matrix(matrix([0, 2], [0, 0], [0, -1]), 8)
+    np.testing.assert_array_equal(columns.values, [[0, 127], [0, 0], [0, -64]])
+    assert columns.scales.tolist() == [1.0, np.float32(2 / 127)]
+    np.testing.assert_array_equal(columns.restored()[:, 0], [0, 0, 0])
 
 
 def test_a_constant_column_is_exact() -> None:
-    found = columns_from_matrix(np.full((9, 3), [0.7, -0.7, 1e-3], np.float32), 7)
-    np.testing.assert_array_equal(found.values, [[63, -63, 63]] * 9)
-    np.testing.assert_allclose(found.restored(), np.full((9, 3), [0.7, -0.7, 1e-3]), rtol=1e-6)
+    columns = columns_from_matrix(np.full((9, 3), [0.7, -0.7, 1e-3], np.float32), 7)
+    np.testing.assert_array_equal(columns.values, [[63, -63, 63]] * 9)
+    np.testing.assert_allclose(columns.restored(), np.full((9, 3), [0.7, -0.7, 1e-3]), rtol=1e-6)
 
 
 def test_an_outlier_costs_its_own_column_alone() -> None:
     plain = np.random.default_rng(1).standard_normal((64, 2)).astype(np.float32)
     spoiled = plain.copy()
     spoiled[3, 0] = 100
-    found = columns_from_matrix(spoiled, 8)
-    np.testing.assert_array_equal(found.values[:, 1], columns_from_matrix(plain, 8).values[:, 1])
-    assert found.values[3, 0] == 127
-    assert np.abs(np.delete(found.values[:, 0], 3)).max() <= 4
+    columns = columns_from_matrix(spoiled, 8)
+    np.testing.assert_array_equal(columns.values[:, 1], columns_from_matrix(plain, 8).values[:, 1])
+    assert columns.values[3, 0] == 127
+    assert np.abs(np.delete(columns.values[:, 0], 3)).max() <= 4
 
 
 def test_numbers_too_small_for_a_scale_are_zeros() -> None:
-    found = columns_from_matrix(matrix([1e-44], [-1e-44]), 7)
-    assert found.values.tolist() == [[0], [0]]
+    columns = columns_from_matrix(matrix([1e-44], [-1e-44]), 7)
+    assert columns.values.tolist() == [[0], [0]]
 
 
 def test_a_symmetric_block_gives_its_larger_side_the_eighth_level() -> None:
     column = np.zeros((16, 1), np.float32)
     column[:3, 0] = [8, -7, 1]
-    found = blocks_from_matrix(column, 16, symmetric=True)
-    assert found.scales.tolist() == [[-1.0]]  # 8 is level 0 of a scale below zero
-    assert found.values[0, 0, :2].tolist() == [0 | 15 << 4, 7 | 8 << 4]
-    assert found.zeros is None
-    np.testing.assert_array_equal(found.restored(), column)
+    blocks = blocks_from_matrix(column, 16, symmetric=True)
+    assert blocks.scales.tolist() == [[-1.0]]  # 8 is level 0 of a scale below zero
+    assert blocks.values[0, 0, :2].tolist() == [0 | 15 << 4, 7 | 8 << 4]
+    assert blocks.zeros is None
+    np.testing.assert_array_equal(blocks.restored(), column)
 
 
 def test_a_block_with_a_zero_of_its_own_holds_numbers_of_one_sign_finer() -> None:
     column = np.linspace(0, 15, 16, dtype=np.float32)[:, None]
     np.testing.assert_array_equal(blocks_from_matrix(column, 16, symmetric=False).restored(), column)
     assert np.abs(blocks_from_matrix(column, 16, symmetric=True).restored() - column).max() > 0.4
-    found = best_blocks(column)
-    assert (found.size, found.zeros is None) == (16, False)
+    blocks = best_blocks(column)
+    assert (blocks.size, blocks.zeros is None) == (16, False)
 
 
 def test_a_part_of_a_block_is_filled_with_zeros_that_do_not_come_back() -> None:
     drawn = np.random.default_rng(2).standard_normal((40, 3)).astype(np.float32)
-    found = blocks_from_matrix(drawn, 32, symmetric=False)
-    assert found.values.shape == (3, 2, 16)
-    assert found.scales.shape == (3, 2)
-    assert found.zeros is not None
-    assert found.zeros.shape == (3, 1)
-    assert found.restored().shape == (40, 3)
-    assert np.abs(found.restored() - drawn).max() <= found.scales.max() / 2 * 1.0001
+    blocks = blocks_from_matrix(drawn, 32, symmetric=False)
+    assert blocks.values.shape == (3, 2, 16)
+    assert blocks.scales.shape == (3, 2)
+    assert blocks.zeros is not None
+    assert blocks.zeros.shape == (3, 1)
+    assert blocks.restored().shape == (40, 3)
+    assert np.abs(blocks.restored() - drawn).max() <= blocks.scales.max() / 2 * 1.0001
 
 
 def test_a_block_of_zeros_stays_zero() -> None:
@@ -106,9 +106,9 @@ def test_a_block_of_zeros_stays_zero() -> None:
     ],
 )
 def test_a_range_holds_both_ends_and_zero(low: float, high: float, expected: ValueRange) -> None:
-    found = range_from_ends(low, high)
-    assert (round(found.scale, 6), found.zero) == (round(expected.scale, 6), expected.zero)
-    assert found.restored(np.zeros(1, np.float32)).tolist() == [0.0]
+    value_range = range_from_ends(low, high)
+    assert (round(value_range.scale, 6), value_range.zero) == (round(expected.scale, 6), expected.zero)
+    assert value_range.restored(np.zeros(1, np.float32)).tolist() == [0.0]
 
 
 def test_a_range_cuts_a_lone_outlier_off_and_keeps_common_ends() -> None:

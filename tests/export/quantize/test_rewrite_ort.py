@@ -23,8 +23,10 @@ from fatdeploy.export.quantize import rewrite_ort as quantize
 from fatdeploy.export.quantize.calibrate import exposed
 from fatdeploy.export.quantize.integers import ValueRange, blocks_from_matrix, columns_from_matrix
 from fatdeploy.export.quantize.matrices import Product, products_of, tensor_from_array
-from fatdeploy.export.quantize.quantizer import QuantizeRequest, matrices_of, precisions_of
-from fatdeploy.export.quantize.rewrite_ort import MatrixRecipe, Recipe, quantized
+from fatdeploy.export.quantize.precisions import matrices_of, precisions_of
+from fatdeploy.export.quantize.quantizer import QuantizeRequest
+from fatdeploy.export.quantize.recipe import MatrixRecipe, Recipe
+from fatdeploy.export.quantize.rewrite_ort import quantized
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.presets import PRESETS
 from fatdeploy.manifest import DECODER, ENCODER, OutputMatrix
@@ -56,8 +58,8 @@ def graph_of(nodes: list[onnx.NodeProto], folder: Path, **constants: np.ndarray)
 
 def run(path: Path, x: np.ndarray) -> np.ndarray:
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    found: np.ndarray = session.run(["y"], {"x": x})[0]
-    return found
+    result: np.ndarray = session.run(["y"], {"x": x})[0]
+    return result
 
 
 def small_product(folder: Path) -> Path:
@@ -85,17 +87,17 @@ def test_a_static_product_is_exact_integer_arithmetic(tmp_path: Path, bits: int)
 def test_a_product_by_row_gives_every_row_a_scale_of_its_own(tmp_path: Path) -> None:
     x = DRAW.standard_normal((4, K)).astype(np.float32) * np.array([[1e-3], [1], [50], [0]], np.float32)
     new = as_integers(small_product(tmp_path), MatrixRecipe("int8"))
-    found, exact = run(new, x), x @ WEIGHT + BIAS
+    result, exact = run(new, x), x @ WEIGHT + BIAS
     sizes = np.abs(x @ WEIGHT).max(1)
-    assert (np.abs(found - exact).max(1) <= 0.03 * sizes + 1e-6).all()
-    np.testing.assert_array_equal(found, np.concatenate([run(new, row[None]) for row in x]))
+    assert (np.abs(result - exact).max(1) <= 0.03 * sizes + 1e-6).all()
+    np.testing.assert_array_equal(result, np.concatenate([run(new, row[None]) for row in x]))
 
 
 def test_one_scale_for_a_whole_batch_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def whole(self: Any, product: Product, chosen: ValueRange, bias: str, output: str) -> list[onnx.NodeProto]:
         values, scales = self._columns(product)
-        given = [product.activation, values, scales, "", bias]
-        return [helper.make_node("DynamicQuantizeMatMul", given, [output], domain=quantize.CONTRIB)]
+        inputs = [product.activation, values, scales, "", bias]
+        return [helper.make_node("DynamicQuantizeMatMul", inputs, [output], domain=quantize.CONTRIB)]
 
     monkeypatch.setattr(quantize._OrtRewrite, "_in_range", whole)
     quantizer = quantizer_of("transformer-tiny", QuantizeRequest(precision="int8"))
@@ -145,11 +147,11 @@ def test_rows_of_4_bits_have_the_width_of_the_table_whatever_its_blocks(
     assert ops == Counter(["GatherBlockQuantized", "MatMulNBits", "MatMul"] + ["Slice"] * (width % size > 0))
     ids = np.array([[3, 98, 0], [50, 3, 7]])
     session = onnxruntime.InferenceSession(str(new), providers=["CPUExecutionProvider"])
-    rows, other, found = session.run(["rows", "other", "y"], {"ids": ids})
+    rows, other, product = session.run(["rows", "other", "y"], {"ids": ids})
     np.testing.assert_array_equal(rows, blocks.restored().T[ids])
     np.testing.assert_allclose(other, rows @ table.T, atol=1e-4)
     # The kernel rounds the rows, too.
-    np.testing.assert_allclose(found, rows @ blocks.restored(), atol=0.01 * np.abs(found).max())
+    np.testing.assert_allclose(product, rows @ blocks.restored(), atol=0.01 * np.abs(product).max())
 
 
 @cache
@@ -182,16 +184,16 @@ def test_an_activation_that_no_range_serves_gets_a_scale_a_row(tmp_path: Path, m
     judged = quantizer_from(plain, exportable_model(model), QuantizeRequest(precision="int8")).written(
         tmp_path, enforced=False
     )
-    found = judged.quantization.matrices
-    assert {name for name, kind in found.items() if kind == "int8 by row"} == {"decoder.layers.0.ffn.out"}
-    assert {found[name] for name in found.keys() - {"decoder.layers.0.ffn.out", "embedding"}} == {"int8 static"}
+    kinds = judged.quantization.matrices
+    assert {name for name, kind in kinds.items() if kind == "int8 by row"} == {"decoder.layers.0.ffn.out"}
+    assert {kinds[name] for name in kinds.keys() - {"decoder.layers.0.ffn.out", "embedding"}} == {"int8 static"}
     assert judged.row_difference == 0.0
     # With a range the matrix alone costs many times as much.
     errors = []
     for most, kind in ((precision.MOST_NOISE, "int8 by row"), (1.0, "int8 static")):
         monkeypatch.setattr(precision, "MOST_NOISE", most)
-        asked = QuantizeRequest(precision="int8", of={"*": "fp32", "decoder.layers.0.ffn.out": "int8"})
-        alone = quantizer_from(plain, exportable_model(model), asked).written(tmp_path, enforced=False)
+        request = QuantizeRequest(precision="int8", of={"*": "fp32", "decoder.layers.0.ffn.out": "int8"})
+        alone = quantizer_from(plain, exportable_model(model), request).written(tmp_path, enforced=False)
         assert alone.quantization.matrices["decoder.layers.0.ffn.out"] == kind
         errors.append(alone.judgement.median_error)
     assert errors[1] > 5 * errors[0]
@@ -222,7 +224,7 @@ def test_matrices_that_stay_are_untouched_and_unknown_ones_refused(tmp_path: Pat
 def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"], name="part/y")]
     graph = graph_of(nodes, tmp_path, w=np.where(WEIGHT > 2, np.nan, WEIGHT).astype(np.float32))
-    with pytest.raises(ExportFailed, match="w has weights that are no numbers"):
+    with pytest.raises(ExportFailed, match="w has weights that are not finite"):
         as_integers(graph, MatrixRecipe("int8", ValueRange(1.0, 0)))
 
 
@@ -250,11 +252,11 @@ def test_values_inside_of_branches_can_be_looked_at(tmp_path: Path) -> None:
     onnx.save(model, path)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     for x, up, down in ((1.0, 2.0, None), (-1.0, None, -3.0)):
-        given = np.full((1, K), x, np.float32)
-        found = dict(zip(shown, session.run(list(shown.values()), {"x": given}), strict=True))
-        assert found["sum"] == x * K
+        feed = np.full((1, K), x, np.float32)
+        values = dict(zip(shown, session.run(list(shown.values()), {"x": feed}), strict=True))
+        assert values["sum"] == x * K
         for name, expected in (("up/m", up), ("down/m", down)):
-            assert found[name].tolist() == ([] if expected is None else [[expected] * K])
+            assert values[name].tolist() == ([] if expected is None else [[expected] * K])
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
@@ -263,10 +265,10 @@ def test_a_quantized_preset_says_mostly_what_the_reference_says(preset: str, pre
     bundle = quantized_of(f"{preset}-tiny", precision)
     engine, material = OrtEngine(bundle), read_material(bundle)
     assert check_rows(engine, material, precision) <= {"int8": 0.0, "int4": 2e-6}[precision]
-    found = token_agreement(engine, material)
-    assert found.tokens == int(material.lengths.sum())
+    agreement = token_agreement(engine, material)
+    assert agreement.tokens == int(material.lengths.sum())
     # Random weights decide by little: a fifth of 4-bit steps may differ, nearly all of 8-bit ones agree.
-    assert found.share >= (0.9 if precision == "int8" else 0.5)
+    assert agreement.share >= (0.9 if precision == "int8" else 0.5)
     assert token_agreement(EagerEngine(model_of(f"{preset}-tiny")), material).share == 1.0
 
 
@@ -286,9 +288,9 @@ def test_no_matrix_of_a_quantized_preset_is_left_as_floats(preset: str) -> None:
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_the_tied_matrix_is_stored_once_and_its_rows_can_be_read(precision: str) -> None:
     bundle = quantized_of("fat-tiny", precision)
-    found = bundle.manifest.output_matrix
-    assert found is not None
-    assert found.dtype == precision
+    matrix = bundle.manifest.output_matrix
+    assert matrix is not None
+    assert matrix.dtype == precision
     places = {
         entry.value
         for part in (ENCODER, DECODER)
@@ -298,7 +300,7 @@ def test_the_tied_matrix_is_stored_once_and_its_rows_can_be_read(precision: str)
         for entry in tensor.external_data
         if entry.key == "offset"
     }
-    assert places == {str(found.offset)}
+    assert places == {str(matrix.offset)}
     ids = np.array([60, 2, 17])
     rows, exact = (engine.output_rows(ids) for engine in (OrtEngine(bundle), EagerEngine(model_of("fat-tiny"))))
     assert np.abs(rows - exact).max() <= np.abs(exact).max() * (0.01 if precision == "int8" else 0.15)
@@ -309,8 +311,10 @@ def test_the_tied_matrix_is_turned_round_outside_of_branches(preset: str) -> Non
     # Inside of one, onnxruntime would hold the result in memory beside what its kernel makes of it.
     outer, *branches = graphs_of(read_structure(quantized_of(f"{preset}-tiny", "int8").path / DECODER).graph)
     constants = {tensor.name for tensor in outer.initializer}
-    turning = [[node.input[0] in constants for node in one.node if node.op_type == "Transpose"] for one in branches]
-    assert not any(any(found) for found in turning)
+    turning = [
+        [node.input[0] in constants for node in branch.node if node.op_type == "Transpose"] for branch in branches
+    ]
+    assert not any(any(reads_constant) for reads_constant in turning)
     assert [node.input[0] for node in outer.node if node.op_type == "Transpose" and node.input[0] in constants] == [
         "model.inner.output.weight/rows"
     ]
@@ -328,16 +332,15 @@ def test_records_of_integers_that_make_no_sense_are_refused() -> None:
 def test_precisions_of_single_matrices_are_chosen_by_pattern() -> None:
     bundle = bundle_of("transformer-tiny")
     matrices = matrices_of({part: bundle.path / part for part in (ENCODER, DECODER)}, bundle.spec)
-    assert [one.name for one in matrices if one.tied] == ["output"]
-    asked = QuantizeRequest(precision="int4", of={"output": "int8", "encoder.layers.0.*": "fp32"})
-    found = precisions_of(matrices, asked)
-    assert (found["output"], found["embedding"]) == ("int8", "int8")
-    assert found["encoder.layers.0.ffn.into"] == "fp32"
-    assert found["encoder.layers.1.ffn.into"] == "int4"
+    assert [matrix.name for matrix in matrices if matrix.tied] == ["output"]
+    precisions = precisions_of(matrices, "int4", {"output": "int8", "encoder.layers.0.*": "fp32"})
+    assert (precisions["output"], precisions["embedding"]) == ("int8", "int8")
+    assert precisions["encoder.layers.0.ffn.into"] == "fp32"
+    assert precisions["encoder.layers.1.ffn.into"] == "int4"
     with pytest.raises(ConfigError, match=r"names nothing of this model: outptu\. There are encoder\.layers\.0"):
-        precisions_of(matrices, QuantizeRequest(precision="int8", of={"outptu": "fp32"}))
+        precisions_of(matrices, "int8", {"outptu": "fp32"})
     with pytest.raises(ConfigError, match="give both the same precision, found fp32 and int8"):
-        precisions_of(matrices, QuantizeRequest(precision="int8", of={"embedding": "fp32"}))
+        precisions_of(matrices, "int8", {"embedding": "fp32"})
 
 
 def test_matrices_can_be_mixed(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from fatdeploy.export.models.exportable import exportable_model
 from fatdeploy.export.pipeline import Origin, Plain, trial_of, write_quantized
 from fatdeploy.export.quantize.examples import random_examples
 from fatdeploy.export.quantize.integers import columns_from_matrix
-from fatdeploy.export.quantize.quantizer import QuantizeRequest, check_asked
-from fatdeploy.export.quantize.rewrite_ort import MatrixRecipe, Recipe
+from fatdeploy.export.quantize.quantizer import QuantizeRequest, check_request
+from fatdeploy.export.quantize.recipe import MatrixRecipe, Recipe
 from fatdeploy.export.quantize.rewrite_qdq import symmetric_range, with_scales
 from fatdeploy.manifest import DECODER, EMBEDDING, ENCODER, PARITY, WEIGHTS, Quantization
 from fatdeploy.runtimes.decoding.loop import decode
@@ -42,13 +42,13 @@ def quantized_of(preset: str, activations: Kind) -> Bundle:
     plain, exportable = bundle_of(preset, "standard"), exportable_model(model_of(preset))
     graphs = {part: plain.path / part for part in (ENCODER, DECODER)}
     examples = random_examples(exportable.spec, 0), random_examples(exportable.spec, 1)[:12]
-    asked = QuantizeRequest(precision="int8", activations=activations)
+    request = QuantizeRequest(precision="int8", activations=activations)
 
     def write(folder: Path) -> None:
         folder.mkdir()
         origin = Origin(name=preset, random=True)
         model = Plain(exportable, origin, "onnx", traced={}, graphs=graphs, stage=lambda _: None)
-        write_quantized(model, plain, folder, trial_of(origin, asked, examples, None, lambda _: None))
+        write_quantized(model, plain, folder, trial_of(origin, request, examples, None, lambda _: None))
 
     return shared_bundle(f"{preset}-qdq-{activations}", write)
 
@@ -71,8 +71,8 @@ def test_the_gate_judges_standard_graphs_and_a_batch_is_its_rows(
     gate = json.loads(bundle.file(PARITY).read_text())["gate"]
     assert gate["agreement"]["share"] > 0.9
     assert gate["row_difference"] <= bound
-    found = verified_quantized(bundle, OrtEngine(bundle, OrtOptions(threads=1)))
-    assert found.share == gate["agreement"]["share"]
+    check = verified_quantized(bundle, OrtEngine(bundle, OrtOptions(threads=1)))
+    assert check.share == gate["agreement"]["share"]
     histogram = manifest.histograms[DECODER]["quantized"]
     # Six matrices a layer, the output's and the embedding; the activations of int8 beside.
     assert (histogram["DequantizeLinear"] == 14) == (activations == "float")
@@ -92,8 +92,8 @@ def test_beams_in_a_batch_are_those_of_each_source_alone(activations: Kind) -> N
 def test_rows_of_the_output_matrix_are_those_of_its_bytes() -> None:
     matrix = model_of("transformer-tiny").output.weight.detach().numpy()
     columns = columns_from_matrix(np.ascontiguousarray(matrix.T), 7)
-    found = stored_output_rows(quantized_of("transformer-tiny", "int8"), np.array([3, 9]))
-    np.testing.assert_array_equal(found, columns.restored().T[[3, 9]])
+    rows = stored_output_rows(quantized_of("transformer-tiny", "int8"), np.array([3, 9]))
+    np.testing.assert_array_equal(rows, columns.restored().T[[3, 9]])
 
 
 @pytest.mark.parametrize("activations", ["int8", "float"])
@@ -103,7 +103,7 @@ def test_engines_are_built_of_it(activations: Kind, tmp_path: Path) -> None:
     after = build_engines(
         folder, BuildRequest(flavour="tensorrt-rtx", capabilities=("8.6", "8.9", "12.0")), stage=lambda _: None
     )
-    assert [one.part for one in after.manifest.plans] == ["encoder", "decoder"]
+    assert [plan.part for plan in after.manifest.plans] == ["encoder", "decoder"]
     log = (folder / after.manifest.plans[1].file).with_suffix(".log").read_text()
     assert "DequantizeLinear" in log
     assert after.manifest.quantization == bundle.manifest.quantization
@@ -164,10 +164,10 @@ def test_rows_are_compared_by_how_matrices_are_stored(precision: str) -> None:
 
 def test_what_a_dialect_does_not_have_is_refused_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--activations float is for graphs .*; --ranges min-max is for graphs"):
-        check_asked(QuantizeRequest(precision="int8", activations="float", ranges="min-max"), TARGETS["ort-cpu"])
+        check_request(QuantizeRequest(precision="int8", activations="float", ranges="min-max"), TARGETS["ort-cpu"])
     with pytest.raises(ConfigError, match=r"onnx takes .*found int4: .*export with --target ort-cpu"):
-        check_asked(QuantizeRequest(precision="int8", of={"output": "int4"}), TARGETS["onnx"])
-    check_asked(QuantizeRequest(precision="int8", activations="float"), TARGETS["onnx"])
+        check_request(QuantizeRequest(precision="int8", of={"output": "int4"}), TARGETS["onnx"])
+    check_request(QuantizeRequest(precision="int8", activations="float"), TARGETS["onnx"])
     run = CliRunner().invoke(
         main, ["export", "fat-tiny", "--out", str(tmp_path / "x"), "--activations", "float", "--ranges", "min-max"]
     )

@@ -52,8 +52,8 @@ def added_in_16_bits(bytes_: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Return a product as vpmaddubsw computes it: the sum of two neighbours saturates, those sums are added exactly."""
     products = bytes_.astype(np.int32)[:, :, None] * weights.astype(np.int32)
     pairs = products[:, ::2] + products[:, 1::2]
-    found: np.ndarray = np.clip(pairs, -(2**15), 2**15 - 1).sum(1).astype(np.int32)
-    return found
+    sums: np.ndarray = np.clip(pairs, -(2**15), 2**15 - 1).sum(1).astype(np.int32)
+    return sums
 
 
 def write_narrow_probe(path: Path, bits: WeightBits) -> None:
@@ -91,10 +91,10 @@ def narrow_bundle(folder: Path, bits: WeightBits) -> Bundle:
     plain = quantized_of("transformer-tiny", "int8")
     shutil.copytree(plain.path, folder)
     write_narrow_probe(folder / SATURATION, bits)
-    said = plain.manifest.quantization
-    assert said is not None
+    quantization = plain.manifest.quantization
+    assert quantization is not None
     return write_manifest(
-        folder, replace(plain.manifest, quantization=replace(said, cpu=CLASSES[bits], weight_bits=bits))
+        folder, replace(plain.manifest, quantization=replace(quantization, cpu=CLASSES[bits], weight_bits=bits))
     )
 
 
@@ -160,12 +160,12 @@ def test_an_export_for_other_cpus_says_what_to_type_before_anything_is_traced(
     monkeypatch.setattr(saturation, "write_saturation_probe", write_narrow_probe)
     options = ["--out", str(tmp_path / "out"), "--precision", "int8", "--cpu", cpu]
     result = CliRunner().invoke(main, ["export", "transformer-tiny", *options])
-    here = cpu_class(this_machine()) or "of no class that is known"
+    here = cpu_class(this_machine()) or "of unknown class"
     assert (result.exit_code, result.stdout, list(tmp_path.iterdir())) == (1, "", [])
     assert result.stderr == (
-        f"Error: --cpu {cpu} asks for 8-bit weights, and this CPU ({here}) overflows when it adds their products, so "
-        f"that the gate cannot judge them here: export on a CPU of the class {cpu}, or say --cpu any, which is right "
-        "everywhere\n"
+        f"Error: --cpu {cpu} needs 8-bit weights, and this CPU ({here}) overflows when it adds their products, so the "
+        f"gate cannot judge them here: export on a CPU of the class {cpu}, or use --cpu any, "
+        "which is right everywhere\n"
     )
 
 
@@ -181,13 +181,13 @@ def test_a_bundle_of_eight_bits_uses_them_and_is_right_where_nothing_overflows()
         pytest.skip(f"8-bit weights overflow on a CPU of the class {here}, or nobody knows whether they do")
     saturation.check_cpu(here)
     bundle, seven = quantized_of("transformer-tiny", "int8", here), quantized_of("transformer-tiny", "int8")
-    said = bundle.manifest.quantization
-    assert said is not None
-    assert (said.cpu, said.weight_bits) == (here, 8)
+    quantization = bundle.manifest.quantization
+    assert quantization is not None
+    assert (quantization.cpu, quantization.weight_bits) == (here, 8)
     assert [largest_weight(one) for one in (bundle, seven)] == [127, 63]
     engine = OrtEngine(bundle)
-    found = verified_quantized(bundle, engine)
-    assert (found["row_difference"], found["share"]) == (0.0, found["recorded_share"])
+    check = verified_quantized(bundle, engine)
+    assert (check.row_difference, check.share) == (0.0, check.recorded_share)
     ids = np.arange(64)
     exact = EagerEngine(model_of("transformer-tiny")).output_rows(ids)
     errors = [np.square(one.output_rows(ids) - exact).mean() for one in (engine, OrtEngine(seven))]
@@ -202,7 +202,7 @@ def largest_weight(bundle: Bundle) -> int:
         for tensor in onnx.load(bundle.path / part).graph.initializer
         if tensor.data_type == TensorProto.INT8
     ]
-    return max(int(np.abs(one.astype(int)).max()) for one in tensors)
+    return max(int(np.abs(tensor.astype(int)).max()) for tensor in tensors)
 
 
 def test_an_engine_of_seven_bits_starts_there(tmp_path: Path) -> None:
@@ -218,9 +218,9 @@ def test_an_fp32_bundle_is_not_probed() -> None:
 
 
 def test_a_quantized_bundle_without_a_probe_or_with_a_damaged_one_is_refused(tmp_path: Path) -> None:
-    said = Quantization("any", 7, {}, enforced=False)
+    quantization = Quantization("any", 7, {}, enforced=False)
     with pytest.raises(BundleError, match=r"does not list saturation\.onnx"):
-        check_saturation(onnxruntime, hollow_bundle(tmp_path / "without", said))
-    damaged = hollow_bundle(tmp_path / "damaged", said, saturation_onnx=b"no graph")
+        check_saturation(onnxruntime, hollow_bundle(tmp_path / "without", quantization))
+    damaged = hollow_bundle(tmp_path / "damaged", quantization, saturation_onnx=b"no graph")
     with pytest.raises(BundleError, match=r"onnxruntime cannot run .*saturation\.onnx: .*fatdeploy verify"):
         check_saturation(onnxruntime, damaged)

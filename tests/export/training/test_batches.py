@@ -101,7 +101,7 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
     others = [epoch_order(pairs, 8, seed=3, epoch=6), epoch_order(pairs, 8, seed=4, epoch=5)]
     assert all(other != first for other in others)
     # Batches differ, not only their order.
-    assert all({frozenset(one) for one in other} != {frozenset(one) for one in first} for other in others)
+    assert all({frozenset(batch) for batch in other} != {frozenset(batch) for batch in first} for other in others)
 
 
 def file_of(path: Path, pairs: list[Pair]) -> Path:
@@ -114,7 +114,7 @@ def sources_of(pairs: Any) -> set[str]:
 
 
 def test_about_one_source_in_fifty_is_kept_apart_with_all_its_variants(tmp_path: Path) -> None:
-    pairs = [Pair(one.source, target) for one in spelled(1000) for target in (one.target, "other")]
+    pairs = [Pair(pair.source, target) for pair in spelled(1000) for target in (pair.target, "other")]
     parts = read_parts(file_of(tmp_path / "pairs.tsv", pairs), None)
     apart = sources_of(parts.validation.pairs)
     assert 10 <= len(apart) <= 35  # 20 in the mean
@@ -152,18 +152,21 @@ def test_a_single_source_cannot_be_trained_on_and_validated_with(tmp_path: Path)
 def test_a_validation_file_that_shares_sources_is_refused(tmp_path: Path) -> None:
     train = file_of(tmp_path / "train.tsv", spelled(50))
     apart = file_of(tmp_path / "apart.tsv", [*spelled(50)[:7], Pair("unseen", "x")])
-    first = ", ".join(repr(one) for one in sorted(sources_of(spelled(50)[:7]))[:5])
+    first = ", ".join(repr(source) for source in sorted(sources_of(spelled(50)[:7]))[:5])
     with pytest.raises(DataError, match=rf"apart.tsv: 7 of its sources are in .*train.tsv too.*: {first}; remove them"):
         read_parts(train, apart)
 
 
 def test_the_digest_is_of_all_pairs_in_their_order_and_of_their_part() -> None:
-    one, two = part_of([Pair("a", "x")], "one"), part_of([Pair("b", "y")], "two")
-    both = part_of([*one.pairs, *two.pairs], "both")
+    first, second = part_of([Pair("a", "x")], "one"), part_of([Pair("b", "y")], "two")
+    both = part_of([*first.pairs, *second.pairs], "both")
     nothing = part_of([], "nothing")
-    digests = {parts.digest for parts in (Parts(one, two), Parts(two, one), Parts(both, nothing), Parts(nothing, both))}
+    digests = {
+        parts.digest
+        for parts in (Parts(first, second), Parts(second, first), Parts(both, nothing), Parts(nothing, both))
+    }
     assert len(digests) == 4
-    assert Parts(part_of(list(one.pairs), "moved"), two).digest == Parts(one, two).digest
+    assert Parts(part_of(list(first.pairs), "moved"), second).digest == Parts(first, second).digest
 
 
 def coder_of(parts: Parts) -> TextCoder:
@@ -175,8 +178,8 @@ def test_pairs_become_tokens_of_both_parts() -> None:
     coder = coder_of(parts)
     a, b = coder.target_ids("ab")
     train, apart = ids_of_parts(parts, coder, config_from_preset("transformer-tiny"))
-    assert [(list(one.source), list(one.target)) for one in train] == [([a, b], [a, a, b])]
-    assert [(list(one.source), list(one.target)) for one in apart] == [([b, coder.unk_id], [b, a])]
+    assert [(list(pair.source), list(pair.target)) for pair in train] == [([a, b], [a, a, b])]
+    assert [(list(pair.source), list(pair.target)) for pair in apart] == [([b, coder.unk_id], [b, a])]
 
 
 @pytest.mark.parametrize(
@@ -216,10 +219,10 @@ def test_lines_that_are_too_long_are_told_with_their_numbers_in_the_file(tmp_pat
     }
     with pytest.raises(DataError) as caught:
         ids_of_parts(parts, coder_of(parts), config_from_preset("transformer-tiny", max_source=3, max_target=7))
-    told = "; ".join(f"{reason} at line {line}" for line, reason in sorted(expected.items()))
+    reasons = "; ".join(f"{reason} at line {line}" for line, reason in sorted(expected.items()))
     assert str(caught.value) == (
-        f"{path}: 3 of 89 lines cannot be used: {told}; a source has 3 tokens at most and a target 6 (--set "
-        "max_source=N --set max_target=N is another limit): fix or remove them"
+        f"{path}: 3 of 89 lines cannot be used: {reasons}; a source may have 3 tokens and a target 6 (change "
+        "the limits with --set max_source=N --set max_target=N): fix or remove them"
     )
 
 

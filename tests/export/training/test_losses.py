@@ -37,10 +37,10 @@ def test_the_token_loss_is_the_mean_over_tokens_and_smoothing_does_not_enter_it(
     model, batch = model_and_batch(preset)
     plain, smooth = (Objective(smoothing).losses(model, batch) for smoothing in (0.0, 0.2))
     rows = [row.log_softmax(-1) for row in log_probabilities(model, batch, batch.target_in)]
-    said = batch.target_out[batch.learned].tolist()
-    assert len(rows) == len(said) == batch.n_tokens
-    tokens = -sum(float(row[token]) for row, token in zip(rows, said, strict=True)) / len(said)
-    everywhere = -sum(float(row.mean()) for row in rows) / len(said)
+    targets = batch.target_out[batch.learned].tolist()
+    assert len(rows) == len(targets) == batch.n_tokens
+    tokens = -sum(float(row[token]) for row, token in zip(rows, targets, strict=True)) / len(targets)
+    everywhere = -sum(float(row.mean()) for row in rows) / len(targets)
     assert float(plain.tokens) == pytest.approx(tokens, rel=1e-5)
     assert torch.equal(plain.tokens, smooth.tokens)
     assert float((smooth.total - plain.total).detach()) == pytest.approx(0.2 * (everywhere - tokens), abs=1e-5)
@@ -77,16 +77,16 @@ def test_attention_far_from_the_diagonal_costs_what_it_costs_by_hand() -> None:
                 for s, at_source in enumerate(sources):
                     cost = 1 - math.exp(-((at_target - at_source) ** 2) / (2 * 0.2**2))
                     total += abs(float(weights[row, head, t, s])) * cost
-    found = far_attention(Decoded(torch.zeros(0), {0: weights}, None), 0, batch)
-    assert float(found) == pytest.approx(total / (5 * 2), rel=1e-5)
+    result = far_attention(Decoded(torch.zeros(0), {0: weights}, None), 0, batch)
+    assert float(result) == pytest.approx(total / (5 * 2), rel=1e-5)
 
 
 def test_attention_on_the_diagonal_costs_nothing_and_across_it_almost_all() -> None:
     batch = batch_of([IdPair([14, 15, 16], [11, 12])], config_from_preset("transformer-tiny"))
     straight = torch.eye(3)[None, None]
     for weights, cost in [(straight, 0.0), (straight.flip(-1), 2 / 3)]:
-        found = far_attention(Decoded(torch.zeros(0), {1: weights}, None), 1, batch)
-        assert float(found) == pytest.approx(cost, abs=1e-4)
+        result = far_attention(Decoded(torch.zeros(0), {1: weights}, None), 1, batch)
+        assert float(result) == pytest.approx(cost, abs=1e-4)
 
 
 def test_a_target_from_right_to_left_has_the_other_diagonal() -> None:
@@ -97,8 +97,8 @@ def test_a_target_from_right_to_left_has_the_other_diagonal() -> None:
     other[0, 0] = torch.eye(3).flip(-1)
     other[1, 0, :2, :2] = torch.eye(2).flip(-1)
     for weights, cost in [(other, 0.0), (torch.eye(3).expand(2, 1, 3, 3), 4 / 5)]:
-        found = far_attention(Decoded(torch.zeros(0), {0: weights}, None), 0, batch, backwards=True)
-        assert float(found) == pytest.approx(cost, abs=1e-4)
+        result = far_attention(Decoded(torch.zeros(0), {0: weights}, None), 0, batch, backwards=True)
+        assert float(result) == pytest.approx(cost, abs=1e-4)
 
 
 @pytest.mark.parametrize("order", ["left_to_right", "right_to_left"])
@@ -163,10 +163,10 @@ def test_a_share_of_one_half_replaces_about_half_of_the_words() -> None:
 
 def test_the_loss_is_that_of_reading_own_words() -> None:
     model, batch = model_and_batch("transformer")
-    found = Objective().losses(model, batch, own_words=1.0).tokens
+    result = Objective().losses(model, batch, own_words=1.0).tokens
     rows = torch.stack(log_probabilities(model, batch, own_words_by_hand(model, batch)))
     expected = functional.cross_entropy(rows, batch.target_out[batch.learned])
-    assert float(found) == pytest.approx(float(expected), rel=1e-5)
+    assert float(result) == pytest.approx(float(expected), rel=1e-5)
 
 
 CASES = [
@@ -178,12 +178,12 @@ CASES = [
 
 def without_gradient(config: ModelConfig) -> tuple[str, ...]:
     """Return the ends of names of what cannot have a gradient: a softmax ignores what is added to all its scores."""
-    found = ()
+    names = ()
     if config.cross_attention == "fast_fc" and config.fc_softmax == "softmax":
-        found += ("head_bias",)
+        names += ("head_bias",)
     if config.encoder_attention == "compressed":
-        found += ("compress_keys.bias",)
-    return found
+        names += ("compress_keys.bias",)
+    return names
 
 
 @pytest.mark.parametrize(("preset", "changes"), CASES, ids=name_of)
@@ -197,8 +197,8 @@ def test_every_parameter_of_an_untrained_model_learns(preset: str, changes: dict
         optimiser.zero_grad()
         Objective(0.1, 0.1).losses(model, batch).total.backward()  # type: ignore[no-untyped-call]
     largest = {name: _largest(parameter.grad) for name, parameter in model.named_parameters()}
-    assert all(math.isfinite(one) for one in largest.values())
-    assert [name for name, one in largest.items() if one < 1e-6] == [
+    assert all(math.isfinite(size) for size in largest.values())
+    assert [name for name, size in largest.items() if size < 1e-6] == [
         name for name in largest if name.endswith(without_gradient(config))
     ]
 
@@ -219,10 +219,10 @@ def test_the_seed_of_an_untrained_model_decides_its_weights_and_leaves_other_dra
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
-    one, same, other = (untrained_model(config, seed).state_dict() for seed in (1, 1, 2))
+    first, same, other = (untrained_model(config, seed).state_dict() for seed in (1, 1, 2))
     assert torch.equal(torch.rand(3), expected)
-    assert all(torch.equal(one[name], same[name]) for name in one)
-    assert not torch.equal(one["source_embedding.weight"], other["source_embedding.weight"])
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    assert not torch.equal(first["source_embedding.weight"], other["source_embedding.weight"])
 
 
 def drawn_pairs(seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -239,9 +239,9 @@ def test_the_norms_of_slow_attention_have_the_gradient_of_their_formula() -> Non
     plain = ((queries.unsqueeze(-2) + keys.unsqueeze(-3)).relu().square().sum(-1) + 1e-6).sqrt()
     expected = torch.autograd.grad((plain * weights).sum(), (queries, keys))
     norms = PositiveNorms.apply(queries, keys)  # type: ignore[no-untyped-call]
-    found = torch.autograd.grad((norms * weights).sum(), (queries, keys))
+    result = torch.autograd.grad((norms * weights).sum(), (queries, keys))
     torch.testing.assert_close(norms, plain, rtol=1e-12, atol=0)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])

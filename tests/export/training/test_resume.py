@@ -1,4 +1,4 @@
-"""What a training leaves on the disk, whenever it ends: states to go on from, whole files, one writer."""
+"""What a training leaves on disk, whenever it ends: states to resume from, complete files, one writer."""
 
 import json
 import os
@@ -149,12 +149,12 @@ def shrink_a_tensor(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (truncate, r"cannot read .*state.safetensors: .*; train anew with --force"),
-        (empty, r"cannot read .*state.safetensors: .*; train anew with --force"),
-        (replace_by_weights, r"state.safetensors is not the state of this training \(nothing is recorded in it\)"),
-        (forget_identity, r"is another one: nothing is known of it; give the same files"),
-        (forget_progress, r"state.safetensors is of another version of fatdeploy \('epochs'\); train anew"),
-        (lose_a_tensor, r"is not the state of this training \('model.decoder.norm.weight'\); train anew with --force"),
+        (truncate, r"cannot read .*state.safetensors: .*; start over with --force"),
+        (empty, r"cannot read .*state.safetensors: .*; start over with --force"),
+        (replace_by_weights, r"state.safetensors is not the state of this training \(it has no record\)"),
+        (forget_identity, r"is a different one: it has no record; give the same files"),
+        (forget_progress, r"state.safetensors is from another version of fatdeploy \('epochs'\); start over"),
+        (lose_a_tensor, r"is not the state of this training \('model.decoder.norm.weight'\); start over with --force"),
         (shrink_a_tensor, r"is not the state of this training \(The size of tensor a \(32\) must match"),
     ],
 )
@@ -171,17 +171,17 @@ def test_a_state_that_cannot_be_used_is_refused_and_the_folder_is_free(
 def test_a_state_of_another_model_is_refused_with_what_differs(tmp_path: Path) -> None:
     begun(tmp_path)
     other = plan(changes={"dropout": 0.2, "width": 64}, epochs=3)
-    told = (
+    message = (
         r"epochs was 2, is 3; scheduled_sampling was 0.5, is 0.0; draw_threshold was True, is False; "
-        r"width was 32, is 64; dropout was 0.1, is 0.2; give the same files and options, or train anew with --force"
+        r"width was 32, is 64; dropout was 0.1, is 0.2; give the same files and options, or start over with --force"
     )
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         Training(other, parts(), tmp_path, resume=True)
 
 
 def test_there_is_nothing_to_resume_before_a_training_and_after_its_end(tmp_path: Path, whole: Path) -> None:
     for folder in (tmp_path / "none", whole):
-        with pytest.raises(CheckpointError, match=r"has no state.safetensors to resume from: no training was begun"):
+        with pytest.raises(CheckpointError, match=r"has no state.safetensors to resume from: no training was started"):
             Training(ONE, parts(), folder, resume=True)
     assert not (tmp_path / "none").exists()
 
@@ -196,7 +196,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> Non
 
     with pytest.raises(CheckpointError, match=r"cannot write .*file: .*No space left on device; what was saved before"):
         replaced_file(path, fail)
-    assert [one.read_text() for one in tmp_path.iterdir()] == ["old"]
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
 
 
 @contextmanager
@@ -223,10 +223,10 @@ def test_a_training_anew_that_cannot_write_its_first_state_leaves_the_old_one(
     else:
         begun(tmp_path, 20, saved=True)
     before = bytes_of(tmp_path)
-    told = (
-        r"cannot write .*state.safetensors: .*; what was there before is untouched: make room and type the same again"
+    message = (
+        r"cannot write .*state.safetensors: .*; what was there before is untouched: free .* the same command again"
     )
-    with files_no_larger_than(10_000), pytest.raises(CheckpointError, match=told):
+    with files_no_larger_than(10_000), pytest.raises(CheckpointError, match=message):
         Training(plan(seed=5), parts(), tmp_path, resume=False)
     assert bytes_of(tmp_path) == before
     # What was advised: the same again.
@@ -236,7 +236,10 @@ def test_a_training_anew_that_cannot_write_its_first_state_leaves_the_old_one(
 
 
 def test_a_new_folder_that_nothing_could_be_written_to_is_not_left(tmp_path: Path) -> None:
-    with files_no_larger_than(10_000), pytest.raises(CheckpointError, match="type the same again, or choose another"):
+    with (
+        files_no_larger_than(10_000),
+        pytest.raises(CheckpointError, match="run the same command again, or choose another"),
+    ):
         Training(ONE, parts(), tmp_path / "new", resume=False)
     assert not (tmp_path / "new").exists()
 
@@ -268,7 +271,7 @@ def test_what_is_written_is_for_others_to_read(tmp_path: Path, whole: Path) -> N
 def test_a_second_training_in_a_folder_is_refused_until_the_first_is_over(tmp_path: Path, resume: bool) -> None:
     training = Training(ONE, parts(), tmp_path, resume=False)
     state = (tmp_path / STATE).read_bytes()
-    with pytest.raises(CheckpointError, match=r"another training is at work in .*: wait for it, stop it, or choose"):
+    with pytest.raises(CheckpointError, match=r"another training is running in .*: wait for it, stop it, or choose"):
         Training(ONE, parts(), tmp_path, resume=resume)
     assert (tmp_path / STATE).read_bytes() == state
     training.close()
@@ -288,10 +291,10 @@ def test_a_validation_loss_that_is_no_number_ends_the_training_and_keeps_no_weig
 
 
 def test_own_words_need_a_model_that_reads_them(tmp_path: Path) -> None:
-    one = plan("transformer-nat-tiny", scheduled_sampling=0.5, draw_threshold=True)
-    told = "--draw-threshold needs a hybrid model, .*; --scheduled-sampling needs a model that reads its own words, tra"
-    with pytest.raises(ConfigError, match=told):
-        Training(one, parts(), tmp_path, resume=False)
+    wrong = plan("transformer-nat-tiny", scheduled_sampling=0.5, draw_threshold=True)
+    message = "--draw-threshold needs a hybrid model, .*; --scheduled-sampling needs an autoregressive model, tra"
+    with pytest.raises(ConfigError, match=message):
+        Training(wrong, parts(), tmp_path, resume=False)
 
 
 def epoch(number: int, loss: float, rate: float, *, best: bool) -> Epoch:
@@ -317,6 +320,6 @@ def test_the_curve_marks_the_epoch_that_is_kept_and_stays_inside_the_picture() -
     picture = ElementTree.fromstring(curve_svg(epochs))
     [line] = picture.findall(f"{SVG}line")
     assert float(line.attrib["x1"]) == float(line.attrib["x2"]) == WIDTH / 2
-    first = ElementTree.fromstring(curve_svg([epochs[0], *(replace(one, best=False) for one in epochs[1:])]))
+    first = ElementTree.fromstring(curve_svg([epochs[0], *(replace(epoch, best=False) for epoch in epochs[1:])]))
     [kept] = [text for text in first.findall(f"{SVG}text") if text.text == "kept: epoch 1"]
     assert (float(kept.attrib["x"]), kept.attrib["text-anchor"]) == (MARGIN, "start")

@@ -163,8 +163,8 @@ def test_what_has_no_token_is_counted() -> None:
 @pytest.mark.parametrize(
     ("pairs", "kind", "size", "reason"),
     [
-        ([], "characters", 300, "no tokenizer: there are no pairs; vocab_size goes with bpe, characters keep all"),
-        ([("a", "b")], "symbols", 300, "vocab_size goes with bpe, symbols keep all that occur; leave it out"),
+        ([], "characters", 300, "no tokenizer: there are no pairs; vocab_size is for bpe, characters keep"),
+        ([("a", "b")], "symbols", 300, "vocab_size is for bpe, symbols keep everything that occurs; leave it out"),
         ([("a", "b")], "bpe", 258, "vocab_size must be at least 259, one for each byte and special token, found 258"),
         ([("a", "b"), ("\udc80", "b")], "bpe", None, "texts must be valid Unicode, those of pairs 1 are not"),
         ([("\udc80", "")] * 8, "characters", None, "those of pairs 0, 1, 2, 3, 4 and 3 more are not"),

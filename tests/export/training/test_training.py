@@ -53,7 +53,7 @@ def test_the_checkpoint_is_that_of_the_best_epoch(tmp_path: Path) -> None:
         == score
         == min(
             (epoch.score for epoch in training.trainer.progress.epochs),
-            key=lambda one: (one.token_error_rate, one.loss),
+            key=lambda score: (score.token_error_rate, score.loss),
         )
     )
 
@@ -61,26 +61,26 @@ def test_the_checkpoint_is_that_of_the_best_epoch(tmp_path: Path) -> None:
 def test_errors_decide_which_epoch_is_kept_and_among_equals_the_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = [
+    epoch_scores = [
         ValidationScore(2.0, 50.0, 90.0),
         ValidationScore(1.5, 40.0, 90.0),
         ValidationScore(1.2, 40.0, 99.0),
         ValidationScore(1.3, 40.0, 80.0),
     ]
-    said.append(ValidationScore(0.5, 60.0, 70.0))
-    scores = iter(said)
+    epoch_scores.append(ValidationScore(0.5, 60.0, 70.0))
+    scores = iter(epoch_scores)
     monkeypatch.setattr(Validation, "__call__", lambda *_: next(scores))
     training = Training(plan(epochs=5), parts(), tmp_path, resume=False)
-    seen = [
+    weights_by_epoch = [
         {name: tensor.clone() for name, tensor in training.trainer.model.state_dict().items()}
         for event in training.events()
         if isinstance(event, Epoch)
     ]
     assert [epoch.best for epoch in training.trainer.progress.epochs] == [True, True, True, False, False]
     kept = load_checkpoint(tmp_path).state_dict()
-    same = [all(torch.equal(kept[name], tensor) for name, tensor in one.items()) for one in seen]
+    same = [all(torch.equal(kept[name], tensor) for name, tensor in weights.items()) for weights in weights_by_epoch]
     assert same == [False, False, True, False, False]
-    assert training.finish() == said[2]
+    assert training.finish() == epoch_scores[2]
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_resumed_training_needs_the_same_pairs_and_options(tmp_path: Path) -> 
     training.trainer.save()
     training.close()
     with pytest.raises(
-        ConfigError, match="is another one: batch_size was 16, is 8; the pairs are others; give the same"
+        ConfigError, match="is a different one: batch_size was 16, is 8; the pairs differ; give the same"
     ):
         Training(plan(batch_size=8), parts(300), tmp_path, resume=True)
     Training(plan(threads=2), parts(), tmp_path, resume=True)
@@ -109,7 +109,7 @@ def test_a_training_reports_every_epoch_and_draws_its_course(tmp_path: Path) -> 
     report = json.loads((tmp_path / REPORT).read_text())
     assert [epoch["number"] for epoch in report["epochs"]] == [1, 2, 3]
     assert report["pairs"] == {"train": 288, "validation": 32}
-    assert report["parameters"] == sum(one.numel() for one in training.trainer.model.parameters())
+    assert report["parameters"] == sum(parameter.numel() for parameter in training.trainer.model.parameters())
     assert report["final"]["token_error_rate"] == min(epoch["score"]["token_error_rate"] for epoch in report["epochs"])
     picture = ElementTree.fromstring((tmp_path / CURVE).read_text())
     lines = picture.findall("{http://www.w3.org/2000/svg}polyline")
@@ -123,7 +123,10 @@ def test_weights_are_stored_in_half_precision_where_that_is_wanted(tmp_path: Pat
     whole = load_file(tmp_path / WEIGHTS)
     training.finish(half=True)
     halves = load_file(tmp_path / WEIGHTS)
-    assert all(torch.equal(halves[name], one.half() if one.is_floating_point() else one) for name, one in whole.items())
+    assert all(
+        torch.equal(halves[name], tensor.half() if tensor.is_floating_point() else tensor)
+        for name, tensor in whole.items()
+    )
     assert halves["source_embedding.weight"].dtype == torch.float16
     assert torch.equal(load_checkpoint(tmp_path).source_embedding.weight, halves["source_embedding.weight"].float())
 
@@ -136,8 +139,8 @@ def test_steps_are_counted_over_epochs(tmp_path: Path) -> None:
 
 
 def test_the_lowest_threshold_is_chosen_that_costs_next_to_nothing(tmp_path: Path) -> None:
-    one = plan(changes={"hybrid_threshold": 0.2, "fc_softmax": "softmax"}, draw_threshold=True, epochs=8)
-    training = Training(one, parts(), tmp_path, resume=False)
+    drawn = plan(changes={"hybrid_threshold": 0.2, "fc_softmax": "softmax"}, draw_threshold=True, epochs=8)
+    training = Training(drawn, parts(), tmp_path, resume=False)
     for _ in training.events():
         pass
     tried = {}
@@ -167,7 +170,7 @@ def test_a_loss_that_is_no_number_ends_the_training_with_advice(tmp_path: Path) 
 def test_what_follows_from_the_tokenizer_cannot_be_set(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="vocab_size: follows from the tokenizer; eos_id: follows from the tokenizer"):
         Training(plan(changes={"vocab_size": 9, "eos_id": 3}), parts(), tmp_path, resume=False)
-    with pytest.raises(ConfigError, match="--draw-threshold needs a hybrid model, transformer-tiny is none"):
+    with pytest.raises(ConfigError, match="--draw-threshold needs a hybrid model, transformer-tiny is not"):
         Training(plan("transformer-tiny", draw_threshold=True), parts(), tmp_path, resume=False)
 
 
