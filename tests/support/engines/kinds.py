@@ -1,4 +1,4 @@
-"""Every engine behind one name, for what must hold for all of them."""
+"""Every kind of engine behind one function, for tests that hold for all of them."""
 
 from typing import Any, Literal
 
@@ -21,8 +21,8 @@ def engine_of(preset: str, kind: Kind) -> Engine[Any]:
 
 
 def places(state: OrtState | TrtState) -> list[int]:
-    """Return where the state of a decode stands."""
+    """Return the addresses of a decode's state."""
     if isinstance(state, TrtState):
         assert state.held is not None
-        return [place for each in state.held.state for place in each]
+        return [address for buffers in state.held.state for address in buffers]
     return [array.ctypes.data for buffers in state.buffers for array in buffers]
