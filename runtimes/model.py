@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from fatdeploy.bundle import Bundle, read_bundle
 from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, SpecMismatch, in_one_line
 from fatdeploy.manifest import TOKENIZER
+from fatdeploy.runtimes.closing import ClosedOnExit
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.loop import Decoding
 from fatdeploy.runtimes.decoding.options import DecodeOptions
@@ -76,7 +76,7 @@ def load(
     return Model(bundle, engine)
 
 
-class Model:
+class Model(ClosedOnExit):
     """A bundle ready to decode. Threads may share it: each decode has a state of its own."""
 
     def __init__(self, bundle: Bundle, engine: Engine[Any]) -> None:
@@ -162,14 +162,6 @@ class Model:
     def close(self) -> None:
         """Close the engine; the model cannot be used afterwards."""
         self._engine.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _resolved(self, options: DecodeOptions | None) -> tuple[DecodeOptions, int]:
         """Return options whose prefix is tokens, and the limit of new tokens; refuse what the model cannot do."""

@@ -78,7 +78,7 @@ def test_many_threads_decode_at_once_and_each_gets_what_it_would_get_alone(prese
     # Batches of one to three, so that threads compete for buffers of the same and of other shapes.
     batches = [sources[start : start + 1 + start % 3] for start in range(len(sources) - 2)]
     alone = [model.generate(batch, options) for batch in batches]
-    assert len({one.tokens for batch in alone for one in batch}) > 40
+    assert len({result.tokens for batch in alone for result in batch}) > 40
     with ThreadPoolExecutor(12) as threads:
         together = list(threads.map(lambda batch: model.generate(batch, options), batches * 3))
     assert together == alone * 3
@@ -94,19 +94,19 @@ def test_a_source_that_is_too_long_is_refused_unless_it_may_be_cut(caplog: pytes
     assert model.refusal(long, truncate=True) == ""
     expected = model.generate([short, long[:256]], SHORT)
     assert not caplog.messages
-    found = model.generate([short, long], SHORT, truncate=True)
-    assert found == [expected[0], replace(expected[1], dropped=len(long) - 256)]
+    results = model.generate([short, long], SHORT, truncate=True)
+    assert results == [expected[0], replace(expected[1], dropped=len(long) - 256)]
     assert caplog.messages == [f"sources cut to max_source = 256: tokens dropped [0, {len(long) - 256}]"]
 
 
 def test_text_goes_in_and_comes_out(text_bundle: Bundle) -> None:
     model = fatdeploy.load(text_bundle.path)
     [expected] = decode(EagerEngine(model_of(TINY)), [[9, 30, 12, 2]], SHORT)
-    [found] = model.generate(["w9 w30 w12"], SHORT)
-    assert found == replace(expected, text=words(expected.tokens))
-    assert found.text == "w31 w8 w31 w8 w31 w8 w31 w26 w39 w36 w51 w28"
+    [result] = model.generate(["w9 w30 w12"], SHORT)
+    assert result == replace(expected, text=words(expected.tokens))
+    assert result.text == "w31 w8 w31 w8 w31 w8 w31 w26 w39 w36 w51 w28"
     # The same source as ids, and both kinds in one batch.
-    assert model.generate([[9, 30, 12, 2], "w9 w30 w12"], SHORT) == [found, found]
+    assert model.generate([[9, 30, 12, 2], "w9 w30 w12"], SHORT) == [result, result]
 
 
 def test_what_the_tokenizers_file_says_of_truncation_and_padding_is_not_done(text_bundle: Bundle) -> None:
@@ -241,7 +241,7 @@ def test_a_bundle_is_loaded_and_decoded_where_torch_and_its_like_cannot_be_impor
     )
     assert run.stderr == ""
     expected: list[Hypothesis] = decode(EagerEngine(model_of("fat-tiny")), sources, SHORT)
-    assert json.loads(run.stdout) == [list(one.tokens) for one in expected]
+    assert json.loads(run.stdout) == [list(result.tokens) for result in expected]
 
 
 def test_a_source_is_tokenised_once_and_checked_once_on_its_way_in(

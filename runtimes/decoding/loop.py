@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from time import monotonic
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
+from fatdeploy.runtimes.closing import ClosedOnExit
 from fatdeploy.runtimes.decoding.beam_search import BeamSearch
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis, hypothesis_from_raw
 from fatdeploy.runtimes.decoding.options import DecodeOptions
@@ -28,7 +28,7 @@ def decode(
         return decoding.run()
 
 
-class Decoding:
+class Decoding(ClosedOnExit):
     """One batch being decoded, step by step; closing it returns the state to the engine at once.
 
     ``deadline`` is a time of the monotonic clock; the default follows from ``timeout_s``. ``text_of`` turns tokens into
@@ -95,14 +95,6 @@ class Decoding:
         if self._owns_state:
             self._owns_state = False
             self._engine.release(self._state)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _started_search(self) -> Search:
         """Return the search for the options, after reading all but the last of its first tokens."""

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 from fatdeploy.errors import ConfigError
+from fatdeploy.runtimes.closing import ClosedOnExit
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.text.tokenizer import Tokenizer
 
@@ -97,7 +98,7 @@ class Deltas:
         return new
 
 
-class Stream:
+class Stream(ClosedOnExit):
     """Events of one target, for ``for`` and ``async for``. Nothing runs before the first event is requested.
 
     In an event loop each step runs in a thread of its default executor. ``close`` ends a stream at once, from any
@@ -157,14 +158,6 @@ class Stream:
             self.close()
             raise
         raise StopAsyncIteration
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     async def __aenter__(self) -> Self:
         return self

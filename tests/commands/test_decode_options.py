@@ -66,33 +66,33 @@ def expected(**values: object) -> list[Hypothesis]:
 def test_an_option_is_the_one_of_the_same_name(arguments: str, values: dict) -> None:
     given = arguments.split("|") if "|" in arguments else arguments.split()
     result = run(bundle_of(TINY), "--ids", *given, *map(line, SOURCES))
-    assert result.stdout.splitlines() == [line(one.tokens) for one in expected(**values)], result.output
+    assert result.stdout.splitlines() == [line(hypothesis.tokens) for hypothesis in expected(**values)], result.output
     assert expected(**values) != expected()
 
 
 def test_what_may_not_be_said_is_not_said(tmp_path: Path) -> None:
-    plain = [token for one in expected() for token in one.tokens]
+    plain = [token for hypothesis in expected() for token in hypothesis.tokens]
     first, pair = plain[0], line(plain[1:3])
     values = {"suppress_tokens": [first], "bad_words": [plain[1:3]], "stop": [plain[5:6]]}
     result = run(
         *(bundle_of(TINY), "--ids", "--suppress", str(first), "--bad-word", pair, "--stop", str(plain[5])),
         *map(line, SOURCES),
     )
-    assert result.stdout.splitlines() == [line(one.tokens) for one in expected(**values)]
+    assert result.stdout.splitlines() == [line(hypothesis.tokens) for hypothesis in expected(**values)]
     listed = tmp_path / "ids.txt"
     listed.write_text("\n".join(map(str, range(20, 40))))
     result = run(bundle_of(TINY), "--ids", "--shortlist", str(listed), *map(line, SOURCES))
-    assert result.stdout.splitlines() == [line(one.tokens) for one in expected(shortlist=range(20, 40))]
+    assert result.stdout.splitlines() == [line(hypothesis.tokens) for hypothesis in expected(shortlist=range(20, 40))]
 
 
 def test_several_targets_have_a_line_each_with_the_number_of_the_source_and_the_score() -> None:
     result = run(bundle_of(TINY), "--ids", "--beams", "3", "--n-best", "2", "--scores", *map(line, SOURCES))
-    found = [one for best in expected(num_beams=3, num_return_sequences=2) for one in (best, *best.alternatives)]
+    results = [one for best in expected(num_beams=3, num_return_sequences=2) for one in (best, *best.alternatives)]
     columns = [one.split("\t") for one in result.stdout.splitlines()]
     assert [(number, tokens) for number, _, tokens in columns] == [
-        (str(index // 2), line(one.tokens)) for index, one in enumerate(found)
+        (str(index // 2), line(one.tokens)) for index, one in enumerate(results)
     ]
-    assert [float(score) for _, score, _ in columns] == pytest.approx([one.score for one in found], abs=2e-4)
+    assert [float(score) for _, score, _ in columns] == pytest.approx([one.score for one in results], abs=2e-4)
 
 
 def test_json_tells_scores_log_probabilities_and_alternatives(text_bundle: Bundle) -> None:
@@ -200,9 +200,9 @@ def test_a_parallel_model_tries_several_lengths() -> None:
     bundle, lengths = bundle_of("transformer-nat-tiny"), ["--length-candidates", "3", "--scores"]
     options = DecodeOptions(max_new_tokens=12, length_candidates=3, scores=True)
     columns = [one.split("\t") for one in run(bundle, "--ids", *lengths, *map(line, SOURCES)).stdout.splitlines()]
-    found = decode(EagerEngine(model_of("transformer-nat-tiny")), SOURCES, options)
-    assert [tokens for _, tokens in columns] == [line(one.tokens) for one in found]
-    assert [float(score) for score, _ in columns] == pytest.approx([one.score for one in found], abs=2e-4)
+    results = decode(EagerEngine(model_of("transformer-nat-tiny")), SOURCES, options)
+    assert [tokens for _, tokens in columns] == [line(one.tokens) for one in results]
+    assert [float(score) for score, _ in columns] == pytest.approx([one.score for one in results], abs=2e-4)
 
 
 @pytest.mark.parametrize("way", [[], ["--stream"]], ids=str)

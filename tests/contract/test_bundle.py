@@ -155,7 +155,7 @@ def test_a_folder_without_its_graphs_gets_no_valid_manifest(tmp_path: Path) -> N
 @pytest.mark.parametrize("make", [lambda path: path.symlink_to("weights.bin"), os.mkfifo], ids=["link", "pipe"])
 def test_a_link_or_a_pipe_is_not_written_into_a_bundle(folder: Path, make: Callable[[Path], None]) -> None:
     make(folder / "tokenizer.json")
-    with pytest.raises(BundleError, match=r"tokenizer\.json is not a regular file; a bundle holds copies"):
+    with pytest.raises(BundleError, match=r"tokenizer\.json is not a regular file; a bundle contains copies"):
         write_manifest(folder, PLAIN)
 
 
@@ -317,8 +317,8 @@ def test_every_listed_file_must_be_there_whole_and_unchanged(folder: Path, name:
     assert f"{name}: expected {len(whole)} bytes, found {len(whole) + 1}" in refusal(folder, check_hashes=False)
     changed = bytes([whole[0] ^ 1]) + whole[1:]
     (folder / name).write_bytes(changed)
-    found, expected = (hashlib.sha256(data).hexdigest() for data in (changed, whole))
-    assert f"{name}: expected sha256 {expected}, found {found}" in refusal(folder)
+    damaged, expected = (hashlib.sha256(data).hexdigest() for data in (changed, whole))
+    assert f"{name}: expected sha256 {expected}, found {damaged}" in refusal(folder)
     assert read_bundle(folder, check_hashes=False).manifest.files[name].sha256 == expected
     (folder / name).unlink()
     assert f"{name}: missing" in refusal(folder)

@@ -311,8 +311,8 @@ def test_a_graph_with_any_bytes_works_or_is_an_error_of_ours(
     (folder / name).write_bytes(data)
     try:
         with fatdeploy.load(folder, threads=1, spinning=False, check_hashes=False) as model:
-            found = model.generate([[5, 6, 7], [8, 9]], SHORT)
-        assert [len(one.tokens) <= 4 for one in found] == [True, True]
+            results = model.generate([[5, 6, 7], [8, 9]], SHORT)
+        assert [len(result.tokens) <= 4 for result in results] == [True, True]
     except FatdeployError as error:
         assert name in str(error)  # noqa: PT017 - either is right
     finally:

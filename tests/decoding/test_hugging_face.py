@@ -94,11 +94,13 @@ def drawn_controls(
 
 
 def check_same(ours: Hypothesis, theirs: Sequence[Generated]) -> None:
-    found = [ours, *ours.alternatives]
-    assert [(one.tokens, one.finish) for one in found] == [(one.tokens, one.finish) for one in theirs]
-    for one, other in zip(found, theirs, strict=True):
-        assert one.score == pytest.approx(other.score, rel=0, abs=TOLERANCE)
-        assert one.log_probs == pytest.approx(other.log_probs, rel=0, abs=TOLERANCE)
+    results = [ours, *ours.alternatives]
+    assert [(result.tokens, result.finish) for result in results] == [
+        (result.tokens, result.finish) for result in theirs
+    ]
+    for result, other in zip(results, theirs, strict=True):
+        assert result.score == pytest.approx(other.score, rel=0, abs=TOLERANCE)
+        assert result.log_probs == pytest.approx(other.log_probs, rel=0, abs=TOLERANCE)
 
 
 def check_each(engine: HuggingFaceEngine, sources: Sequence[Sequence[int]], options: DecodeOptions) -> None:
@@ -214,18 +216,18 @@ def test_fewer_targets_than_beams_are_all_real(family: str, seed: int, early_sto
     )
     for source, ours in zip(sources, decode(engine, sources, options), strict=True):
         [theirs] = generated(engine.model, [source], options)
-        check_same(ours, [one for one in theirs if one.score > -1e6])
+        check_same(ours, [result for result in theirs if result.score > -1e6])
 
 
 @in_every_family
 def test_the_models_are_lively(family: str) -> None:
     random = np.random.default_rng(7)
     sources = [random.integers(VOCABULARY, size=length).tolist() for length in [*range(1, MAX_SOURCE + 1)] * 3]
-    found = []
+    results = []
     for bias in EOS_BIASES:
         engine = HuggingFaceEngine(lively_model(family, bias))
-        found += decode(engine, sources, DecodeOptions(num_beams=4, max_new_tokens=18, length_penalty=1.5))
-    assert len({one.tokens for one in found}) > len(found) / 3
-    assert np.mean([len(set(one.tokens)) for one in found if one.finish == "length"]) > 4
-    assert len({len(one.tokens) for one in found if one.finish == "eos"}) >= 8
-    assert 0.2 < np.mean([one.finish == "eos" for one in found]) < 0.8
+        results += decode(engine, sources, DecodeOptions(num_beams=4, max_new_tokens=18, length_penalty=1.5))
+    assert len({result.tokens for result in results}) > len(results) / 3
+    assert np.mean([len(set(result.tokens)) for result in results if result.finish == "length"]) > 4
+    assert len({len(result.tokens) for result in results if result.finish == "eos"}) >= 8
+    assert 0.2 < np.mean([result.finish == "eos" for result in results]) < 0.8

@@ -27,8 +27,8 @@ def test_a_row_ends_at_eos_and_the_token_itself_is_not_part_of_it() -> None:
 
 def test_a_finished_row_stays_finished_while_others_go_on() -> None:
     engine = ScriptedEngine({5: [EOS, 9, 9, 9], 6: [7, 8, 7, EOS], 3: [8, 9, EOS]})
-    found = decode(engine, [[5], [6], [3]])
-    assert found == [Hypothesis((), "eos"), Hypothesis((7, 8, 7), "eos"), Hypothesis((8, 9), "eos")]
+    results = decode(engine, [[5], [6], [3]])
+    assert results == [Hypothesis((), "eos"), Hypothesis((7, 8, 7), "eos"), Hypothesis((8, 9), "eos")]
     # After its EOS a row reads padding, whatever it says; with half of the batch it leaves.
     assert engine.fed == [[[1], [1], [1]], [[0], [7], [8]], [[0], [8], [9]], [[7]]]
 
@@ -41,8 +41,8 @@ def test_decoding_stops_with_the_last_row() -> None:
 
 def test_a_row_without_eos_ends_at_the_limit() -> None:
     engine = ScriptedEngine({5: [7, 8, 9, 7], 6: [7, 8, EOS]})
-    found = decode(engine, [[5], [6]], DecodeOptions(max_new_tokens=3))
-    assert found == [Hypothesis((7, 8, 9), "length"), Hypothesis((7, 8), "eos")]
+    results = decode(engine, [[5], [6]], DecodeOptions(max_new_tokens=3))
+    assert results == [Hypothesis((7, 8, 9), "length"), Hypothesis((7, 8), "eos")]
     assert engine.capacity == Capacity(rows_per_source=1, target_positions=3)
 
 
@@ -111,11 +111,11 @@ def test_greedy_tokens_are_the_arg_max_of_the_whole_sequence(preset: str) -> Non
     model = tiny({}, base=preset)
     source, mask, _ = drawn_batch(model.config, [6, 2, 9], 1)
     sources = [row[real].tolist() for row, real in zip(source, mask, strict=True)]
-    for one, row in zip(decode(EagerEngine(model), sources, DecodeOptions(max_new_tokens=30)), sources, strict=True):
-        target = torch.tensor([[model.config.bos_id, *one.tokens]])
+    for result, row in zip(decode(EagerEngine(model), sources, DecodeOptions(max_new_tokens=30)), sources, strict=True):
+        target = torch.tensor([[model.config.bos_id, *result.tokens]])
         best = model(torch.tensor([row]), torch.ones(1, len(row), dtype=torch.bool), target).argmax(-1)[0].tolist()
-        ending = [model.config.eos_id] if one.finish == "eos" else best[-1:]
-        assert best == [*one.tokens, *ending]
+        ending = [model.config.eos_id] if result.finish == "eos" else best[-1:]
+        assert best == [*result.tokens, *ending]
 
 
 @pytest.mark.parametrize("preset", AUTOREGRESSIVE)
@@ -125,13 +125,15 @@ def test_a_row_that_meets_eos_first_changes_nothing_for_the_others(preset: str) 
     sources = [row[real].tolist() for row, real in zip(source, mask, strict=True)]
     options = DecodeOptions(max_new_tokens=20)
     runs = (decode(EagerEngine(with_eos(model, silent)), sources, options) for silent in range(63, 2, -1))
-    endless = [one.tokens for one in next(run for run in runs if all(one.finish == "length" for one in run))]
+    endless = [
+        result.tokens for result in next(run for run in runs if all(result.finish == "length" for result in run))
+    ]
     beginnings = [tokens[0] for tokens in endless]
     rarest = min(beginnings, key=beginnings.count)
     ended = decode(EagerEngine(with_eos(model, rarest)), sources, options)
-    for one, tokens in zip(ended, endless, strict=True):
+    for result, tokens in zip(ended, endless, strict=True):
         cut = tokens.index(rarest) if rarest in tokens else len(tokens)
-        assert one == Hypothesis(tokens[:cut], "eos" if rarest in tokens else "length")
+        assert result == Hypothesis(tokens[:cut], "eos" if rarest in tokens else "length")
     assert 0 < ended.count(Hypothesis((), "eos")) < len(ended)
 
 
@@ -148,6 +150,6 @@ def test_a_batch_gives_what_its_rows_give_alone_and_again(preset: str) -> None:
 
 def test_both_target_orders_generate_the_same_and_read_it_differently() -> None:
     forward, backward = (EagerEngine(tiny({"target_order": order})) for order in ("left_to_right", "right_to_left"))
-    [one], [other] = decode(forward, [[5, 6, 7]]), decode(backward, [[5, 6, 7]])
-    assert one.tokens == other.tokens[::-1]
-    assert len(set(one.tokens)) > 1
+    [result], [other] = decode(forward, [[5, 6, 7]]), decode(backward, [[5, 6, 7]])
+    assert result.tokens == other.tokens[::-1]
+    assert len(set(result.tokens)) > 1

@@ -113,7 +113,7 @@ def test_what_a_model_cannot_do_is_refused_before_the_source_is_read(values: dic
     engine = TableEngine()
     with pytest.raises(ConfigError, match=reason):
         decode(engine, [[5]], DecodeOptions(**values))
-    assert (engine.held, engine.calls) == (0, [])
+    assert (engine.n_states, engine.calls) == (0, [])
 
 
 def test_a_parallel_model_refuses_what_needs_one_token_after_another() -> None:

@@ -72,9 +72,9 @@ def test_a_batch_of_different_lengths_gives_what_its_rows_give_alone(changes: di
 def test_the_length_head_decides_how_long_a_target_is(changes: dict) -> None:
     model = nat(changes).double()
     sources = drawn_sources(model)
-    found = decode(EagerEngine(model), sources)
+    results = decode(EagerEngine(model), sources)
     lengths = []
-    for ids, one in zip(sources, found, strict=True):
+    for ids, one in zip(sources, results, strict=True):
         scores = length_scores(model, ids)
         lengths.append(scores.index(max(scores)) + 1)
         assert one == Hypothesis(tuple(logits_alone(model, ids, lengths[-1]).argmax(-1).tolist()), "eos")
@@ -95,16 +95,16 @@ def test_an_eos_cut_target_ends_at_its_first_eos() -> None:
         for row in raw
     ]
     assert decode(EagerEngine(model), sources) == expected
-    assert {one.finish for one in expected} == {"eos", "length"}
+    assert {result.finish for result in expected} == {"eos", "length"}
 
 
 @torch.inference_mode()
 def test_length_candidates_are_ranked_by_their_mean_log_probability() -> None:
     model = nat({}).double()
     sources = drawn_sources(model)
-    found = decode(EagerEngine(model), sources, DecodeOptions(length_candidates=4))
+    results = decode(EagerEngine(model), sources, DecodeOptions(length_candidates=4))
     firsts = 0
-    for ids, one in zip(sources, found, strict=True):
+    for ids, result in zip(sources, results, strict=True):
         scores = length_scores(model, ids)
         candidates = sorted(range(1, 25), key=lambda length: -scores[length - 1])[:4]
         means = []
@@ -114,20 +114,20 @@ def test_length_candidates_are_ranked_by_their_mean_log_probability() -> None:
             means.append(math.fsum(log_probs) / length)
         best = candidates[means.index(max(means))]
         firsts += best == candidates[0]
-        assert one.tokens == tuple(logits_alone(model, ids, best).argmax(-1).tolist())
+        assert result.tokens == tuple(logits_alone(model, ids, best).argmax(-1).tolist())
     assert firsts < len(sources)
 
 
 @torch.inference_mode()
 def test_a_limit_cuts_the_lengths_that_are_considered() -> None:
     model = nat({}).double()
-    for ids, one in zip(
+    for ids, result in zip(
         drawn_sources(model),
         decode(EagerEngine(model), drawn_sources(model), DecodeOptions(max_new_tokens=3)),
         strict=True,
     ):
         scores = length_scores(model, ids)[:3]
-        assert len(one.tokens) == scores.index(max(scores)) + 1
+        assert len(result.tokens) == scores.index(max(scores)) + 1
 
 
 def test_a_second_call_on_a_parallel_state_is_refused() -> None:
@@ -140,5 +140,5 @@ def test_a_second_call_on_a_parallel_state_is_refused() -> None:
 
 def test_a_right_to_left_parallel_model_reads_in_reading_order() -> None:
     forward, backward = (EagerEngine(nat({"target_order": order})) for order in ("left_to_right", "right_to_left"))
-    [one], [other] = decode(forward, [[5, 6, 7]]), decode(backward, [[5, 6, 7]])
-    assert one.tokens == other.tokens[::-1]
+    [result], [other] = decode(forward, [[5, 6, 7]]), decode(backward, [[5, 6, 7]])
+    assert result.tokens == other.tokens[::-1]

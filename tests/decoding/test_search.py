@@ -46,9 +46,9 @@ def forced_score(source: list[int], tokens: tuple[int, ...], finish: str) -> lis
 
 
 def test_greedy_says_the_arg_max_of_every_step() -> None:
-    for one, source in zip(decode(TableEngine(), SOURCES), SOURCES, strict=True):
+    for result, source in zip(decode(TableEngine(), SOURCES), SOURCES, strict=True):
         expected = greedy_by_hand(source, 32)
-        assert [*one.tokens, *([EOS] if one.finish == "eos" else [])] == expected
+        assert [*result.tokens, *([EOS] if result.finish == "eos" else [])] == expected
 
 
 def test_rows_leave_the_batch_when_half_of_them_are_finished() -> None:
@@ -60,7 +60,7 @@ def test_rows_leave_the_batch_when_half_of_them_are_finished() -> None:
     # As few as there are while more than half go on; never a row more than twice as many.
     assert all(going <= row < 2 * going or row == going for row, going in zip(rows, alive, strict=True))
     assert rows[-1] < len(SOURCES) / 2
-    assert engine.held == 0
+    assert engine.n_states == 0
 
 
 OPTIONS = {
@@ -81,20 +81,20 @@ def test_a_result_does_not_depend_on_what_else_is_in_the_batch(options: DecodeOp
     assert together == [decode(TableEngine(), [source], options)[0] for source in SOURCES]
     assert together == decode(TableEngine(), SOURCES[::-1], options)[::-1]
     assert together == decode(TableEngine(), SOURCES[:3], options) + decode(TableEngine(), SOURCES[3:], options)
-    assert len({one.tokens for one in together}) > 4
+    assert len({result.tokens for result in together}) > 4
 
 
 @pytest.mark.parametrize("name", ["greedy", "beams", "samples", "prefix"])
 def test_log_probabilities_are_those_of_the_tokens(name: str) -> None:
     options = replace(OPTIONS[name], scores=True)
-    found = decode(TableEngine(), SOURCES, options)
-    for best, source in zip(found, SOURCES, strict=True):
-        for one in (best, *best.alternatives):
-            each = forced_score(source, one.tokens, one.finish)[len(options.prefix) :]
-            assert one.log_probs == pytest.approx(each[: len(one.log_probs)], abs=1e-5)
-            assert len(one.log_probs) == len(one.tokens) - len(options.prefix)
+    results = decode(TableEngine(), SOURCES, options)
+    for best, source in zip(results, SOURCES, strict=True):
+        for result in (best, *best.alternatives):
+            each = forced_score(source, result.tokens, result.finish)[len(options.prefix) :]
+            assert result.log_probs == pytest.approx(each[: len(result.log_probs)], abs=1e-5)
+            assert len(result.log_probs) == len(result.tokens) - len(options.prefix)
             penalty = len(each) ** options.length_penalty if options.num_beams > 1 else 1
-            assert one.score == pytest.approx(sum(each) / penalty, abs=1e-4)
+            assert result.score == pytest.approx(sum(each) / penalty, abs=1e-4)
 
 
 def test_a_wide_beam_finds_the_best_of_all_targets() -> None:
@@ -137,9 +137,11 @@ def test_beams_wider_than_the_engines_best_read_logits_and_find_the_same() -> No
     options = DecodeOptions(num_beams=4, num_return_sequences=4)
     first, second = decode(wide, SOURCES, options), decode(narrow, SOURCES, options)
     assert narrow.calls[0][1] is Want.LOGITS
-    for one, other in zip(first, second, strict=True):
-        assert (one.tokens, one.score) == (other.tokens, pytest.approx(other.score, abs=1e-5))
-        assert [alternative.tokens for alternative in one.alternatives] == [two.tokens for two in other.alternatives]
+    for result, other in zip(first, second, strict=True):
+        assert (result.tokens, result.score) == (other.tokens, pytest.approx(other.score, abs=1e-5))
+        assert [hypothesis.tokens for hypothesis in result.alternatives] == [
+            hypothesis.tokens for hypothesis in other.alternatives
+        ]
 
 
 @given(st.lists(st.integers(0, 5), min_size=6, max_size=6))
@@ -184,8 +186,8 @@ def chi_square(counts: Counter[int], expected: Floats) -> float:
     n = counts.total()
     kept = expected > 0
     assert not set(counts) - set(np.flatnonzero(kept).tolist())
-    found = np.array([counts[token] for token in range(len(expected))])[kept]
-    return float(((found - n * expected[kept]) ** 2 / (n * expected[kept])).sum())
+    observed = np.array([counts[token] for token in range(len(expected))])[kept]
+    return float(((observed - n * expected[kept]) ** 2 / (n * expected[kept])).sum())
 
 
 def narrowed(options: DecodeOptions) -> Floats:
@@ -217,8 +219,8 @@ def narrowed(options: DecodeOptions) -> Floats:
 )
 def test_samples_follow_the_distribution(options: DecodeOptions) -> None:
     options = replace(options, max_new_tokens=1, num_return_sequences=3000, seed=11)
-    found = decode(TableEngine(), [[5]], options)[0]
-    counts = Counter((one.tokens or (EOS,))[0] for one in (found, *found.alternatives))
+    hypothesis = decode(TableEngine(), [[5]], options)[0]
+    counts = Counter((result.tokens or (EOS,))[0] for result in (hypothesis, *hypothesis.alternatives))
     expected = narrowed(options)
     freedom = int((expected > 0).sum()) - 1
     # Four deviations above the mean of chi-square; with a fixed seed it passes always or never.
@@ -233,10 +235,10 @@ def test_other_seeds_give_other_samples_and_the_same_seed_the_same() -> None:
 
 def test_several_samples_of_a_source_differ_and_read_its_prefix_once() -> None:
     engine = TableEngine()
-    found = decode(engine, [[5], [6]], DecodeOptions(sample=True, num_return_sequences=4, prefix=[3, 4, 5]))
+    results = decode(engine, [[5], [6]], DecodeOptions(sample=True, num_return_sequences=4, prefix=[3, 4, 5]))
     assert [shape for shape, _ in engine.calls[:3]] == [(2, 3), (2, 1), (8, 1)]
-    assert len({one.tokens for one in (found[0], *found[0].alternatives)}) == 4
-    assert all(one.tokens[:3] == (3, 4, 5) for one in found[1].alternatives)
+    assert len({result.tokens for result in (results[0], *results[0].alternatives)}) == 4
+    assert all(result.tokens[:3] == (3, 4, 5) for result in results[1].alternatives)
 
 
 def test_sampling_with_a_temperature_near_zero_is_greedy() -> None:
@@ -249,11 +251,11 @@ def test_sampling_with_a_temperature_near_zero_is_greedy() -> None:
 
 def test_a_prefix_is_read_in_one_call_without_a_vocabulary_and_is_the_same_as_token_by_token() -> None:
     engine = TableEngine()
-    found = decode(engine, [[5]], DecodeOptions(prefix=[9, 8, 7, 6]))[0]
+    result = decode(engine, [[5]], DecodeOptions(prefix=[9, 8, 7, 6]))[0]
     assert engine.calls[:2] == [((1, 4), Want.HIDDEN), ((1, 1), Want.LOGITS)]
     forced = DecodeOptions(forced_tokens=[(0, 9), (1, 8), (2, 7), (3, 6)])
-    assert found.tokens == decode(TableEngine(), [[5]], forced)[0].tokens
-    assert found.tokens[:4] == (9, 8, 7, 6)
+    assert result.tokens == decode(TableEngine(), [[5]], forced)[0].tokens
+    assert result.tokens[:4] == (9, 8, 7, 6)
 
 
 def test_a_prefix_leaves_less_room() -> None:
@@ -266,14 +268,14 @@ def test_controls_hold(beams: int) -> None:
     many = {"num_beams": beams, "max_new_tokens": 16}
 
     def said(**values: object) -> list[tuple[int, ...]]:
-        return [one.tokens for one in decode(TableEngine(), SOURCES, DecodeOptions(**many, **values))]
+        return [result.tokens for result in decode(TableEngine(), SOURCES, DecodeOptions(**many, **values))]
 
     plain = said()
     assert min(map(len, plain)) < 8
     assert min(map(len, said(min_new_tokens=8))) >= 8
     common = Counter(token for tokens in plain for token in tokens).most_common(1)[0][0]
     assert common not in {token for tokens in said(suppress_tokens=[common]) for token in tokens}
-    first, second = next((one, two) for tokens in plain for one, two in itertools.pairwise(tokens) if one != two)
+    first, second = next(pair for tokens in plain for pair in itertools.pairwise(tokens) if pair[0] != pair[1])
     without = said(bad_words=[[first, second]])
     assert without != plain
     assert (first, second) not in {pair for tokens in without for pair in itertools.pairwise(tokens)}
@@ -300,17 +302,17 @@ def test_a_repetition_penalty_divides_what_is_positive_and_multiplies_what_is_ne
 def test_a_stop_sequence_ends_a_target_and_is_not_part_of_it(beams: int) -> None:
     options = DecodeOptions(num_beams=beams, num_return_sequences=beams, min_new_tokens=6)
     plain = decode(TableEngine(), SOURCES, options)
-    longest = max((one.tokens for one in plain), key=len)
+    longest = max((result.tokens for result in plain), key=len)
     stop = longest[2:4]
     best = decode(TableEngine(), SOURCES, replace(options, stop=[stop, [23, 23, 23]]))
-    found = [one for each in best for one in (each, *each.alternatives)]
-    stopped = [one for one in found if one.finish == "stop"]
+    results = [result for each in best for result in (each, *each.alternatives)]
+    stopped = [result for result in results if result.finish == "stop"]
     assert stopped
-    for one in found:
-        assert stop not in set(itertools.pairwise(one.tokens))
-        assert one.log_probs is None or len(one.log_probs) == len(one.tokens)
+    for result in results:
+        assert stop not in set(itertools.pairwise(result.tokens))
+        assert result.log_probs is None or len(result.log_probs) == len(result.tokens)
     if beams == 1:
-        assert longest[:2] in {one.tokens for one in stopped}
+        assert longest[:2] in {result.tokens for result in stopped}
 
 
 def test_a_stop_text_may_begin_and_end_inside_of_tokens() -> None:
@@ -321,17 +323,17 @@ def test_a_stop_text_may_begin_and_end_inside_of_tokens() -> None:
     def text_of(tokens: object) -> str:
         return "".join(letters[token] for token in tokens)
 
-    with Decoding(engine, [[5]], DecodeOptions(stop=["ow"]), text_of=text_of) as one:
-        while one.advance():
+    with Decoding(engine, [[5]], DecodeOptions(stop=["ow"]), text_of=text_of) as decoding:
+        while decoding.advance():
             pass
-        assert one.results() == [Hypothesis((3, 4, 5), "stop")]
+        assert decoding.results() == [Hypothesis((3, 4, 5), "stop")]
 
 
 def test_a_shortlist_multiplies_its_own_rows_alone() -> None:
     engine = TableEngine()
     allowed = [3, 4, 5, 9]
-    found = decode(engine, SOURCES, DecodeOptions(shortlist=allowed))
-    assert {token for one in found for token in one.tokens} <= set(allowed)
+    results = decode(engine, SOURCES, DecodeOptions(shortlist=allowed))
+    assert {token for result in results for token in result.tokens} <= set(allowed)
     assert {want for _, want in engine.calls} == {Want.HIDDEN}
 
     def only_listed(tokens: Tokens, scores: Floats) -> Floats:
@@ -339,7 +341,7 @@ def test_a_shortlist_multiplies_its_own_rows_alone() -> None:
         scores[:, others] = -np.inf
         return scores
 
-    assert found == decode(TableEngine(), SOURCES, DecodeOptions(processors=[only_listed]))
+    assert results == decode(TableEngine(), SOURCES, DecodeOptions(processors=[only_listed]))
 
 
 @pytest.mark.parametrize("beams", [1, 2])
@@ -347,13 +349,13 @@ def test_a_shortlist_with_all_winners_changes_nothing(beams: int) -> None:
     options = DecodeOptions(num_beams=beams, scores=True)
     plain = decode(TableEngine(), SOURCES, options)
     if beams == 1:
-        winners = sorted({token for one in plain[:3] for token in one.tokens})
+        winners = sorted({token for result in plain[:3] for token in result.tokens})
         assert len(winners) < 16
-        found = decode(TableEngine(), SOURCES[:3], replace(options, shortlist=winners))
-        assert [one.tokens for one in found] == [one.tokens for one in plain[:3]]
+        results = decode(TableEngine(), SOURCES[:3], replace(options, shortlist=winners))
+        assert [result.tokens for result in results] == [result.tokens for result in plain[:3]]
     everything = decode(TableEngine(), SOURCES, replace(options, shortlist=range(24)))
-    assert [one.tokens for one in everything] == [one.tokens for one in plain]
-    assert [one.score for one in everything] == pytest.approx([one.score for one in plain], abs=1e-5)
+    assert [result.tokens for result in everything] == [result.tokens for result in plain]
+    assert [result.score for result in everything] == pytest.approx([result.score for result in plain], abs=1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 64])
@@ -372,8 +374,10 @@ def test_a_shortlists_scores_are_the_products_with_its_rows(rows: int, listed: i
 
 
 def test_a_shortlist_goes_with_controls() -> None:
-    found = decode(TableEngine(), SOURCES, DecodeOptions(shortlist=range(3, 12), suppress_tokens=[5], min_new_tokens=3))
-    assert {token for one in found for token in one.tokens} <= set(range(3, 12)) - {5}
+    results = decode(
+        TableEngine(), SOURCES, DecodeOptions(shortlist=range(3, 12), suppress_tokens=[5], min_new_tokens=3)
+    )
+    assert {token for result in results for token in result.tokens} <= set(range(3, 12)) - {5}
 
 
 @pytest.mark.parametrize("beams", [1, 2])
@@ -386,8 +390,8 @@ def test_a_users_processor_sees_what_was_said_and_what_comes(beams: int) -> None
         return scores
 
     options = DecodeOptions(processors=[processor], num_beams=beams, max_new_tokens=4, prefix=[9])
-    found = decode(TableEngine(), [[5], [6]], options)
-    assert [one.tokens for one in found] == [(9, 7, 7, 7, 7)] * 2
+    results = decode(TableEngine(), [[5], [6]], options)
+    assert [result.tokens for result in results] == [(9, 7, 7, 7, 7)] * 2
     assert [tokens.shape[1] for tokens in seen] == [2, 3, 4, 5]
     assert seen[-1][0].tolist() == [BOS, 9, 7, 7, 7]
 
@@ -406,7 +410,7 @@ def test_controls_that_forbid_everything_are_an_error(way: dict) -> None:
     engine = TableEngine()
     with pytest.raises(ConfigError, match="forbid every token after 0"):
         decode(engine, [[5]], options)
-    assert engine.held == 0
+    assert engine.n_states == 0
 
 
 @pytest.mark.parametrize("top_k", [2, 12])
@@ -421,7 +425,7 @@ def test_an_engine_that_says_no_numbers_is_an_error(way: dict, top_k: int) -> No
     engine = TableEngine(broken, replace(WORDS, top_k=top_k))
     with pytest.raises(SpecMismatch, match="the engine's scores are not numbers: fatdeploy verify"):
         decode(engine, [[4] * 7], DecodeOptions(max_new_tokens=6, min_new_tokens=0, **way))
-    assert engine.held == 0
+    assert engine.n_states == 0
 
 
 # What else is told.
@@ -430,55 +434,59 @@ def test_an_engine_that_says_no_numbers_is_an_error(way: dict, top_k: int) -> No
 @pytest.mark.parametrize("options", [DecodeOptions(), DecodeOptions(num_beams=3), DecodeOptions(prefix=[9])], ids=str)
 def test_alignments_stand_beside_the_tokens_that_they_chose(options: DecodeOptions) -> None:
     engine = TableEngine(spec=ALIGNED)
-    for one, source in zip(decode(engine, SOURCES, options), SOURCES, strict=True):
+    for result, source in zip(decode(engine, SOURCES, options), SOURCES, strict=True):
         n_prefix = len(options.prefix)
-        assert one.alignments.shape == (len(one.tokens) - n_prefix, len(source))
+        assert result.alignments.shape == (len(result.tokens) - n_prefix, len(source))
         # The engine writes the token that was read, so the weights of a token show the one before it.
-        before = (BOS, *one.tokens)[n_prefix:-1]
-        assert one.alignments[:, 0].tolist() == list(before)
+        before = (BOS, *result.tokens)[n_prefix:-1]
+        assert result.alignments[:, 0].tolist() == list(before)
 
 
 def test_a_right_to_left_target_has_everything_in_reading_order() -> None:
     options = DecodeOptions(scores=True)
     plain = decode(TableEngine(spec=ALIGNED), SOURCES, options)
     turned = decode(TableEngine(spec=replace(ALIGNED, target_order="right_to_left")), SOURCES, options)
-    for one, other in zip(plain, turned, strict=True):
-        assert (one.tokens[::-1], one.log_probs[::-1], one.score) == (other.tokens, other.log_probs, other.score)
-        assert one.alignments[::-1].tolist() == other.alignments.tolist()
+    for result, other in zip(plain, turned, strict=True):
+        assert (result.tokens[::-1], result.log_probs[::-1], result.score) == (
+            other.tokens,
+            other.log_probs,
+            other.score,
+        )
+        assert result.alignments[::-1].tolist() == other.alignments.tolist()
 
 
 @pytest.mark.parametrize("options", [DecodeOptions(), DecodeOptions(num_beams=3)], ids=str)
 def test_a_deadline_cancels_what_is_not_finished(options: DecodeOptions) -> None:
     whole = decode(TableEngine(), SOURCES, options)
     engine = TableEngine()
-    with Decoding(engine, SOURCES, options, deadline=float("inf")) as one:
+    with Decoding(engine, SOURCES, options, deadline=float("inf")) as decoding:
         n_steps = 0
-        while all(result.finish == "cancelled" for result in one.results()):
-            n_steps += one.advance()
-        one._deadline = 0.0
-        assert not one.advance()
-        found = one.results()
-    assert {result.finish for result in found} == {"eos", "cancelled"}
-    for result, expected in zip(found, whole, strict=True):
+        while all(result.finish == "cancelled" for result in decoding.results()):
+            n_steps += decoding.advance()
+        decoding._deadline = 0.0
+        assert not decoding.advance()
+        results = decoding.results()
+    assert {result.finish for result in results} == {"eos", "cancelled"}
+    for result, expected in zip(results, whole, strict=True):
         if result.finish == "cancelled":
             assert len(result.tokens) == n_steps or (options.num_beams > 1 and len(result.tokens) < n_steps)
         else:
             assert result == expected
-    assert engine.held == 0
+    assert engine.n_states == 0
 
 
 def test_a_timeout_that_is_over_at_once_says_nothing() -> None:
     engine = TableEngine()
-    found = decode(engine, SOURCES[:2], DecodeOptions(timeout_s=1e-9))
-    assert found == [Hypothesis((), "cancelled")] * 2
-    assert (engine.calls, engine.held) == ([], 0)
+    results = decode(engine, SOURCES[:2], DecodeOptions(timeout_s=1e-9))
+    assert results == [Hypothesis((), "cancelled")] * 2
+    assert (engine.calls, engine.n_states) == ([], 0)
 
 
 def test_tokens_so_far_can_be_read_between_steps() -> None:
-    with Decoding(TableEngine(), [[5]], DecodeOptions(prefix=[9])) as one:
-        said = [one.tokens_so_far()]
-        while one.advance():
-            said.append(one.tokens_so_far())
+    with Decoding(TableEngine(), [[5]], DecodeOptions(prefix=[9])) as decoding:
+        said = [decoding.tokens_so_far()]
+        while decoding.advance():
+            said.append(decoding.tokens_so_far())
         assert said[0] == (9,)
         assert [len(tokens) for tokens in said] == list(range(1, len(said) + 1))
-        assert one.results()[0].tokens == one.tokens_so_far()
+        assert decoding.results()[0].tokens == decoding.tokens_so_far()

@@ -48,13 +48,13 @@ def sizes_told(model: Model, sources: Sequence[list[int]], **options: int) -> li
     return told
 
 
-def assert_same(found: Sequence[Hypothesis], expected: Sequence[Hypothesis]) -> None:
+def assert_same(results: Sequence[Hypothesis], expected: Sequence[Hypothesis]) -> None:
     """Tokens are equal; scores are sums of floats, whose last bits depend on the shape of a product."""
-    for one, other in zip(found, expected, strict=True):
-        assert (one.tokens, one.finish, one.dropped) == (other.tokens, other.finish, other.dropped)
-        assert one.score == pytest.approx(other.score, abs=1e-4)
-        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
-        assert_same(one.alternatives, other.alternatives)
+    for result, other in zip(results, expected, strict=True):
+        assert (result.tokens, result.finish, result.dropped) == (other.tokens, other.finish, other.dropped)
+        assert result.score == pytest.approx(other.score, abs=1e-4)
+        assert result.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+        assert_same(result.alternatives, other.alternatives)
 
 
 @given(
@@ -82,8 +82,8 @@ def test_batches_by_example() -> None:
     # An engine that takes two sources, and one of more than 5 tokens; 0 is an error, and the engine's to say.
     most = {9: 1, 4: 2, 3: 2, 1: 0}
     lengths, budget = [3, 9, 4, 1, 1], 1000
-    found = batches_of(lengths, 1, 10, budget, lambda longest, rows: most[longest] // rows)
-    assert found == [[1], [2, 0], [3], [4]]
+    results = batches_of(lengths, 1, 10, budget, lambda longest, rows: most[longest] // rows)
+    assert results == [[1], [2, 0], [3], [4]]
 
 
 @pytest.mark.parametrize("choice", CHOICES)
@@ -94,7 +94,7 @@ def test_results_do_not_depend_on_what_is_decoded_together(
 ) -> None:
     model, sources, options = of(preset), drawn_sources(9), CHOICES[choice]
     expected = model.generate(sources, options)
-    assert len({one.tokens for one in expected}) > 5
+    assert len({result.tokens for result in expected}) > 5
     assert_same(model.generate(sources, options, batch_tokens=1), expected)
     assert_same(model.generate(sources, options, batch_tokens=150), expected)
     assert_same(model.generate(sources[:4], options) + model.generate(sources[4:], options), expected)
@@ -139,9 +139,9 @@ def test_a_deadline_holds_for_the_whole_call(monkeypatch: pytest.MonkeyPatch) ->
     clock, sources = Clock(monkeypatch), [[7], [8] * 30, [9] * 20]
     options = DecodeOptions(max_new_tokens=10, timeout_s=1.5)
     expected = loaded("transformer-tiny").generate(sources, GREEDY)
-    found = loaded("transformer-tiny").generate(sources, options, batch_tokens=1, progress=clock.passes)
+    results = loaded("transformer-tiny").generate(sources, options, batch_tokens=1, progress=clock.passes)
     # Two batches begin in time, those of the longest sources.
-    assert found == [Hypothesis((), "cancelled"), expected[1], expected[2]]
+    assert results == [Hypothesis((), "cancelled"), expected[1], expected[2]]
 
 
 def test_a_deadline_that_is_past_in_the_middle_of_a_batch_keeps_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,9 +153,9 @@ def test_a_deadline_that_is_past_in_the_middle_of_a_batch_keeps_what_was_said(mo
         return scores
 
     options = DecodeOptions(max_new_tokens=10, timeout_s=3.5, processors=[slow])
-    found = loaded("transformer-tiny").generate([[7], [8, 9]], options, batch_tokens=1)
+    results = loaded("transformer-tiny").generate([[7], [8, 9]], options, batch_tokens=1)
     [whole] = loaded("transformer-tiny").generate([[8, 9]], GREEDY)
-    assert found == [Hypothesis((), "cancelled"), Hypothesis(whole.tokens[:4], "cancelled")]
+    assert results == [Hypothesis((), "cancelled"), Hypothesis(whole.tokens[:4], "cancelled")]
     assert steps == [1, 2, 3, 4]
 
 

@@ -90,11 +90,11 @@ def test_the_text_of_a_prefix_is_part_of_the_first_piece(text_model: Model) -> N
 def test_text_is_cut_before_a_stop_and_no_part_of_the_stop_is_told(text_model: Model) -> None:
     # Greedily: w31 w8 w31 w8 w31 w8 w31 w26 w39 w36 w51 w28. The stop ends in the middle of a word.
     options = DecodeOptions(max_new_tokens=12, stop=["1 w8 w31 w26 w3", "w8 w40"])
-    [found] = text_model.generate(["w9 w30 w12"], options)
-    assert (found.finish, found.text) == ("stop", "w31 w8 w31 w8 w3")
-    assert found.tokens == (31, 8, 31, 8, 31, 8, 31, 26, 39)
+    [result] = text_model.generate(["w9 w30 w12"], options)
+    assert (result.finish, result.text) == ("stop", "w31 w8 w31 w8 w3")
+    assert result.tokens == (31, 8, 31, 8, 31, 8, 31, 26, 39)
     events = list(text_model.stream("w9 w30 w12", options))
-    assert told(events) == (found.tokens, found.text, found)
+    assert told(events) == (result.tokens, result.text, result)
 
 
 def test_a_stop_that_is_part_of_the_prefix_ends_nothing(text_model: Model) -> None:
@@ -102,22 +102,22 @@ def test_a_stop_that_is_part_of_the_prefix_ends_nothing(text_model: Model) -> No
     [whole] = text_model.generate(["w9 w30 w12"], plain)
     for beams in (1, 2):
         options = replace(plain, stop=["w8", "7 w8"], num_beams=beams)
-        [found] = text_model.generate(["w9 w30 w12"], options)
-        assert (found.finish, found.text[:5]) == ("length", "w7 w8")
-        assert found.tokens == whole.tokens or beams > 1
+        [result] = text_model.generate(["w9 w30 w12"], options)
+        assert (result.finish, result.text[:5]) == ("length", "w7 w8")
+        assert result.tokens == whole.tokens or beams > 1
     # It may begin there: what the model says first completes it.
     first = words(whole.tokens[2:3])
     options = replace(plain, stop=["w7", f"8 {first}"])
-    [found] = text_model.generate(["w9 w30 w12"], options)
-    assert (found.finish, found.text, found.tokens) == ("stop", "w7 w", whole.tokens[:3])
-    assert told(list(text_model.stream("w9 w30 w12", options))) == (found.tokens, found.text, found)
+    [result] = text_model.generate(["w9 w30 w12"], options)
+    assert (result.finish, result.text, result.tokens) == ("stop", "w7 w", whole.tokens[:3])
+    assert told(list(text_model.stream("w9 w30 w12", options))) == (result.tokens, result.text, result)
 
 
 def test_a_stop_in_ids_is_cut_out_of_text_and_tokens(text_model: Model) -> None:
     options = DecodeOptions(max_new_tokens=12, stop=[(8, 31, 26)])
-    [found] = text_model.generate(["w9 w30 w12"], options)
-    assert (found.tokens, found.text) == ((31, 8, 31, 8, 31), "w31 w8 w31 w8 w31")
-    assert told(list(text_model.stream("w9 w30 w12", options))) == (found.tokens, found.text, found)
+    [result] = text_model.generate(["w9 w30 w12"], options)
+    assert (result.tokens, result.text) == ((31, 8, 31, 8, 31), "w31 w8 w31 w8 w31")
+    assert told(list(text_model.stream("w9 w30 w12", options))) == (result.tokens, result.text, result)
 
 
 # Bytes of characters with two to four of them, so that random tokens are now and then a character.
@@ -152,9 +152,9 @@ def test_samples_of_bytes_are_told_as_generate_writes_them(
 
 def test_alternatives_have_text_too(text_model: Model) -> None:
     options = DecodeOptions(max_new_tokens=5, num_beams=3, num_return_sequences=3)
-    [found] = text_model.generate(["w9 w30 w12"], options)
-    texts = [one.text for one in (found, *found.alternatives)]
-    assert texts == [words(one.tokens) for one in (found, *found.alternatives)]
+    [hypothesis] = text_model.generate(["w9 w30 w12"], options)
+    texts = [result.text for result in (hypothesis, *hypothesis.alternatives)]
+    assert texts == [words(result.tokens) for result in (hypothesis, *hypothesis.alternatives)]
     assert len(set(texts)) == 3
 
 
@@ -255,7 +255,7 @@ def test_many_streams_at_once_tell_what_each_would_tell_alone_and_give_every_sta
     monkeypatch.setattr(engine, "release", lambda state: (release(state), given.append("back"))[0])
     draw = np.random.default_rng(8)
     sources = [draw.integers(3, 64, draw.integers(1, 6)).tolist() for _ in range(24)]
-    alone = [one.tokens for one in model.generate(sources, options, batch_tokens=1)]
+    alone = [result.tokens for result in model.generate(sources, options, batch_tokens=1)]
     given.clear()
 
     async def some(index: int) -> tuple[int, ...]:
@@ -273,7 +273,7 @@ def test_many_streams_at_once_tell_what_each_would_tell_alone_and_give_every_sta
         for task in tasks[2::3]:
             task.cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
-        return [() if isinstance(one, BaseException) else one for one in results]
+        return [() if isinstance(result, BaseException) else result for result in results]
 
     found = asyncio.run(together())
     for index in range(len(sources)):
@@ -282,4 +282,4 @@ def test_many_streams_at_once_tell_what_each_would_tell_alone_and_give_every_sta
     assert eventually(lambda: given.count("out") == given.count("back"))
     assert given.count("out") >= 16
     # The buffers are as good as new.
-    assert [one.tokens for one in model.generate(sources, options, batch_tokens=1)] == alone
+    assert [result.tokens for result in model.generate(sources, options, batch_tokens=1)] == alone

@@ -26,7 +26,7 @@ def stream_of(engine: ScriptedEngine, options: DecodeOptions | None = None, *, i
     return Stream(
         partial(Decoding, engine, [[5]], options),
         Deltas(options.stop, None),
-        lambda found: found,
+        lambda results: results,
         in_reading_order=in_reading_order,
     )
 

@@ -189,17 +189,17 @@ def test_a_model_takes_and_gives_text_without_the_package(
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     short = DecodeOptions(max_new_tokens=12)
     with fatdeploy.load(bundle.path) as model:
-        [found] = model.generate(["hello"], short)
-        assert model.generate([coder.source_ids("hello")], short) == [found]
-        assert found.text == coder.text(found.tokens)
-        assert len(found.text) >= 10
+        [result] = model.generate(["hello"], short)
+        assert model.generate([coder.source_ids("hello")], short) == [result]
+        assert result.text == coder.text(result.tokens)
+        assert len(result.text) >= 10
         events = list(model.stream("hello", short))
-        assert "".join(event.text or "" for event in events) == found.text
+        assert "".join(event.text or "" for event in events) == result.text
         assert len([event for event in events if event.text]) > 3
         # Inside of the text, and for symbols inside of tokens.
-        stop = found.text[5:8]
+        stop = result.text[5:8]
         [stopped] = model.generate(["hello"], replace(short, stop=[stop]))
-        assert (stopped.finish, stopped.text) == ("stop", found.text[: found.text.index(stop)])
+        assert (stopped.finish, stopped.text) == ("stop", result.text[: result.text.index(stop)])
         [begun] = model.generate(["hello"], replace(short, prefix=prefix))
         assert (begun.text or "").startswith(prefix)
         assert model.generate(["hello"], replace(short, prefix=coder.target_ids(prefix))) == [begun]

@@ -1,4 +1,4 @@
-"""Sources, options and comparisons for what must hold for every engine."""
+"""Sources, options and comparisons for the equalities that hold for every engine."""
 
 import pytest
 
@@ -13,22 +13,22 @@ SAMPLES = DecodeOptions(sample=True, num_return_sequences=2, max_new_tokens=24, 
 
 
 def sources_of(preset: str) -> list[list[int]]:
-    """Return sources whose greedy steps are all decided clearly, of lengths 1 to the longest."""
+    """Return sources of lengths 1 to the longest whose greedy steps have a clear winner."""
     probes = read_probes(bundle_of(preset).file(PROBES))[1:3]
     rows = [row for probe in probes for row in zip(probe.source, probe.mask, strict=True)]
     return [row[real].tolist() for row, real in rows][1:]
 
 
-def tokens_of(found: list[Hypothesis]) -> list[list[tuple[int, ...]]]:
-    return [[one.tokens, *(other.tokens for other in one.alternatives)] for one in found]
+def tokens_of(results: list[Hypothesis]) -> list[list[tuple[int, ...]]]:
+    return [[best.tokens, *(alternative.tokens for alternative in best.alternatives)] for best in results]
 
 
-def assert_alike(found: list[Hypothesis], expected: list[Hypothesis]) -> None:
+def assert_alike(results: list[Hypothesis], expected: list[Hypothesis]) -> None:
     """Check tokens exactly, scores closely."""
-    assert tokens_of(found) == tokens_of(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert one.finish == other.finish
-        assert one.score == pytest.approx(other.score, abs=1e-4)
-        assert [two.score for two in one.alternatives] == pytest.approx(
-            [two.score for two in other.alternatives], abs=1e-4
+    assert tokens_of(results) == tokens_of(expected)
+    for result, other in zip(results, expected, strict=True):
+        assert result.finish == other.finish
+        assert result.score == pytest.approx(other.score, abs=1e-4)
+        assert [alternative.score for alternative in result.alternatives] == pytest.approx(
+            [alternative.score for alternative in other.alternatives], abs=1e-4
         )

@@ -1,4 +1,4 @@
-"""A scripted engine that waits in its steps, and ways to wait for it: what runs at the same time can be tested."""
+"""A scripted engine that waits inside its steps, and ways to wait for it: for tests of concurrency."""
 
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -9,12 +9,12 @@ from fatdeploy.runtimes.engines.protocol import StepOut, Want
 from fatdeploy.spec import ModelSpec, Tokens
 from tests.support.engines.scripted import SPEC, ScriptedEngine
 
-# How long a test waits for what must happen: only a failure takes as long.
+# How many seconds a test waits for something that must happen: only a failure takes as long.
 PATIENCE = 30
 
 
 class GatedEngine(ScriptedEngine):
-    """Waits in each step until it may go on, if there is a gate; counts states that were given and taken back."""
+    """If gated, waits in each step until the gate opens; counts encoded and released states."""
 
     def __init__(self, script: list[int], spec: ModelSpec = SPEC, *, gated: bool = False) -> None:
         super().__init__({5: script}, spec)
@@ -24,9 +24,9 @@ class GatedEngine(ScriptedEngine):
         if not gated:
             self.gate.set()
 
-    def encode(self, *given: Any) -> list[list[int]]:
+    def encode(self, *arguments: Any) -> list[list[int]]:
         self.encoded += 1
-        return super().encode(*given)
+        return super().encode(*arguments)
 
     def step(self, tokens: Tokens, state: list[list[int]], want: Want) -> StepOut:
         self.in_step = True
@@ -38,14 +38,14 @@ class GatedEngine(ScriptedEngine):
             self.in_step = False
 
     def release(self, state: list[list[int]]) -> None:
-        assert not self.in_step, "a state was given back during a step"
+        assert not self.in_step, "a state was released during a step"
         super().release(state)
 
 
 def eventually(happens: Callable[[], bool]) -> bool:
-    """Whether something is so within the time that a test is patient."""
-    waited = threading.Event()
-    return any(happens() or waited.wait(0.01) for _ in range(100 * PATIENCE))
+    """Whether something happens within PATIENCE seconds."""
+    never = threading.Event()
+    return any(happens() or never.wait(0.01) for _ in range(100 * PATIENCE))
 
 
 async def collected(events: AsyncIterator[Event]) -> list[Event]:

@@ -1,4 +1,4 @@
-"""Every engine behind one name, for what must hold for all of them."""
+"""Every kind of engine behind one function, for tests that hold for all of them."""
 
 from typing import Any, Literal
 
@@ -22,8 +22,8 @@ def engine_of(preset: str, kind: Kind) -> Engine[Any]:
 
 
 def places(state: OrtState | TrtState) -> list[int]:
-    """Return where the state of a decode stands."""
+    """Return the addresses of a decode's state."""
     if isinstance(state, TrtState):
         assert state.memory is not None
-        return [place for places in state.memory.state for place in places]
+        return [address for addresses in state.memory.state for address in addresses]
     return [array.ctypes.data for arrays in state.arrays for array in arrays]

@@ -1,4 +1,4 @@
-"""An engine without a model: each row's next tokens are written down, so the loop can be tested alone."""
+"""An engine without a model: a script has each row's next tokens, so the loop can be tested alone."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ SPEC = ModelSpec(vocab_size=10, width=1, max_source=4, max_target=6, pad_id=0, b
 
 
 class ScriptedEngine:
-    """Source [n, ...] says script n; ``fed`` records every call's tokens."""
+    """Source [n, ...] produces script n; ``fed`` records every call's tokens."""
 
     def __init__(self, scripts: dict[int, list[int]], spec: ModelSpec = SPEC) -> None:
         self.spec = spec

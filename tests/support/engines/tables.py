@@ -1,4 +1,4 @@
-"""An engine whose logits are a function of the source and of what was said: every number is known, all rows differ."""
+"""An engine whose logits are a function of the source and the tokens so far: every number is known, all rows differ."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,35 +19,35 @@ ALIGNED = ModelSpec(
 )
 
 
-def hashed_logits(source: tuple[int, ...], said: tuple[int, ...], vocab_size: int = 24) -> Floats:
-    """Return logits that look random and are the same whenever the same was said of the same source."""
-    draw = np.random.default_rng([*source, 999, *said])
+def hashed_logits(source: tuple[int, ...], tokens: tuple[int, ...], vocab_size: int = 24) -> Floats:
+    """Return logits that look random and depend only on the source and the tokens so far."""
+    draw = np.random.default_rng([*source, 999, *tokens])
     logits = draw.normal(0, 2, vocab_size).astype(np.float32)
-    logits[2] += 0.8 * len(said) - 3  # EOS becomes more likely
+    logits[2] += 0.8 * len(tokens) - 3  # EOS becomes more likely
     return logits
 
 
 @dataclass
 class Row:
-    """A source and what a row has read."""
+    """A source and the tokens that a row has read."""
 
     source: tuple[int, ...]
     read: tuple[int, ...] = ()
 
 
 class TableEngine:
-    """Asks a function for the logits of each row; the hidden state is the logits, the output matrix is the identity."""
+    """Computes each row's logits by a function; the hidden state equals them, the output matrix is the identity."""
 
     def __init__(self, logits_of: LogitsOf = hashed_logits, spec: ModelSpec = WORDS) -> None:
         self.spec = spec
         self.logits_of = logits_of
         self.calls: list[tuple[tuple[int, ...], Want]] = []
-        self.held = 0
+        self.n_states = 0
 
     def encode(self, source: Tokens, mask: Mask, capacity: Capacity) -> list[Row]:
         self.spec.check_source(source, mask)
         self.capacity = capacity
-        self.held += 1
+        self.n_states += 1
         self.per_source, self.width = 1, source.shape[1]
         return [Row(tuple(row[real].tolist())) for row, real in zip(source, mask, strict=True)]
 
@@ -83,12 +83,12 @@ class TableEngine:
         raise NotImplementedError
 
     def release(self, state: list[Row]) -> None:
-        self.held -= 1
+        self.n_states -= 1
 
     def close(self) -> None: ...
 
     def _attention(self, state: list[Row], steps: int) -> Floats:
-        """Return weights that say which row and which step they belong to: the last token read, at source place 0."""
+        """Return weights that identify their row and step: the last token read, at source position 0."""
         weights = np.zeros((len(state), 2, steps, self.width), np.float32)
         for index, row in enumerate(state):
             weights[index, 0, :, 0] = 2 * row.read[-1]
