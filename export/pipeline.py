@@ -198,12 +198,16 @@ def write_quantized(model: Plain, plain: Bundle, folder: Path, trial: Trial) -> 
 
 
 def trial_of(
-    origin: Origin, asked: QuantizeRequest, examples: Examples, tokenizer: Tokenizer | None, say: Callable[[str], None]
+    origin: Origin,
+    request: QuantizeRequest,
+    examples: Examples,
+    tokenizer: Tokenizer | None,
+    say: Callable[[str], None],
 ) -> Trial:
     """Return how a quantization is calibrated and judged; a metric that is not available is refused."""
     calibration, probes = examples
-    metric = metric_of(asked.metric, probes, tokenizer, say)
-    return Trial(asked, calibration, probes, tokenizer, metric, RANDOM_STEPS if origin.random else None)
+    metric = metric_of(request.metric, probes, tokenizer, say)
+    return Trial(request, calibration, probes, tokenizer, metric, RANDOM_STEPS if origin.random else None)
 
 
 def _examples(spec: ModelSpec, origin: Origin, tokenizer: Tokenizer | None) -> Examples:
@@ -223,7 +227,7 @@ def _examples(spec: ModelSpec, origin: Origin, tokenizer: Tokenizer | None) -> E
 
 
 def quantize_request(precision: Precision | QuantizeRequest) -> QuantizeRequest | None:
-    """Return what integers are asked for; None for floats."""
+    """Return how matrices become integers; None for floats."""
     if isinstance(precision, QuantizeRequest):
         return precision
     return QuantizeRequest(precision=precision) if precision in ("int8", "int4") else None

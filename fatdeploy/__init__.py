@@ -22,7 +22,7 @@ from fatdeploy.errors import (
 # packages import it too (onnxsim does), so it is set here, before any part of fatdeploy; another choice is kept.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
-# Public names that need numpy or a runtime come when they are asked for: the help and the doctor have neither.
+# Public names that need numpy or a runtime are imported on first use: the help and the doctor need neither.
 _ON_USE = {
     "Bundle": "fatdeploy.bundle",
     "DecodeOptions": "fatdeploy.runtimes.decoding.options",

@@ -51,8 +51,8 @@ def _comparisons(
     comparisons = []
     for index, probe in enumerate(probes):
         reference = KnownTokens(EagerEngine(model), probe)
-        found = compared(engine, reference, probe.source, probe.mask, probe.tokens.shape[1])
-        if found.first_miss is not None:
+        comparison = compared(engine, reference, probe.source, probe.mask, probe.tokens.shape[1])
+        if comparison.first_miss is not None:
             raise ParityFailed(f"probe {index}: {where_it_begins(model, bundle, *graphs, probe)}")
-        comparisons.append(found)
+        comparisons.append(comparison)
     return comparisons

@@ -47,7 +47,7 @@ def cuda_record(graphs: Mapping[str, Path]) -> CudaRecord:
     """Return what a certificate says of CUDA: that nothing ran there, and which ops would go back to the CPU."""
     missing = {
         part: tuple(
-            sorted({node.op_type for one in graphs_of(read_structure(path).graph) for node in one.node} - CUDA_OPS)
+            sorted({node.op_type for graph in graphs_of(read_structure(path).graph) for node in graph.node} - CUDA_OPS)
         )
         for part, path in graphs.items()
     }

@@ -55,8 +55,8 @@ def machine_rows(machine: Machine) -> Iterator[tuple[str, ...]]:
 
 def part_row(part: PackageReport) -> tuple[str, ...]:
     """Return name, version or state, purpose, and what there is to say or to type."""
-    found = part.version if part.state is PackageState.PRESENT and part.version else part.state.value
-    return part.name, found, part.purpose, " ".join(text for text in (part.detail, part.install) if text)
+    status = part.version if part.state is PackageState.PRESENT and part.version else part.state.value
+    return part.name, status, part.purpose, " ".join(text for text in (part.detail, part.install) if text)
 
 
 def cuda_rows(cuda: Cuda) -> Iterator[tuple[str, ...]]:

@@ -76,14 +76,14 @@ def compared(engine: Stepper[Any], reference: Stepper[Any], source: Tokens, mask
         )
         for reference_logits, logits in _side_by_side(reference, engine, source, mask, steps)
     ]
-    expected, found, chosen, differences, margins, sizes = (
+    expected, tokens, chosen, differences, margins, sizes = (
         np.concatenate(column, 1) for column in zip(*columns, strict=True)
     )
-    return Comparison(expected, found, chosen, differences, margins, NOISE * np.maximum(1.0, sizes.max(1)))
+    return Comparison(expected, tokens, chosen, differences, margins, NOISE * np.maximum(1.0, sizes.max(1)))
 
 
 def logit_agreement(comparisons: Sequence[Comparison]) -> LogitAgreement:
-    """Return what comparisons found; a miss is ParityFailed."""
+    """Return the result of several comparisons; a miss is ParityFailed."""
     for index, comparison in enumerate(comparisons):
         place = comparison.first_miss
         if place is not None:

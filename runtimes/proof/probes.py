@@ -59,9 +59,9 @@ def _probe(file: Mapping[str, NDArray[Any]], index: int) -> Probe:
     )
     rows, steps = probe.tokens.shape
     expected = [(rows, probe.source.shape[-1])] * 2 + [(rows, steps)] + [(rows,)] * 2
-    found = [array.shape for array in (probe.source, probe.mask, probe.best, probe.bounds, probe.margins)]
-    if found != expected or not rows * steps:
-        raise ValueError(f"probe {index} has arrays of shapes {found} for tokens {(rows, steps)}")
+    shapes = [array.shape for array in (probe.source, probe.mask, probe.best, probe.bounds, probe.margins)]
+    if shapes != expected or not rows * steps:
+        raise ValueError(f"probe {index} has arrays of shapes {shapes} for tokens {(rows, steps)}")
     return probe
 
 
