@@ -23,13 +23,14 @@ ELEMENT_TYPES = {
     "bool": ElementType(1, 9, "bool", "BOOL"),
 }
 
-_FROM_ONNXRUNTIME = {f"tensor({element.onnxruntime})": name for name, element in ELEMENT_TYPES.items()}
+_FROM_ONNXRUNTIME = {element.onnxruntime: name for name, element in ELEMENT_TYPES.items()}
 _FROM_TENSORRT = {element.tensorrt: name for name, element in ELEMENT_TYPES.items()}
 
 
 def dtype_from_onnxruntime(name: str) -> str:
     """Return the contract's name of a type such as ``tensor(float)``; a type that no contract has keeps its name."""
-    return _FROM_ONNXRUNTIME.get(name, name)
+    element = name.removeprefix("tensor(").removesuffix(")")
+    return _FROM_ONNXRUNTIME.get(element, element)
 
 
 def dtype_from_tensorrt(name: str) -> str:

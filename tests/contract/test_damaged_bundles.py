@@ -188,21 +188,24 @@ def weights_in(location: str) -> Callable[[onnx.GraphProto], None]:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (swapped, "encoder.onnx does not fit the bundle's contract: inputs must be ['source', 'source_mask'], found"),
-        (in_graph(ENCODER, renamed_input), "inputs must be ['source', 'source_mask'], found ['ids', 'source_mask']"),
+        (swapped, "encoder.onnx does not fit the bundle's contract: input source is missing; "),
+        (in_graph(ENCODER, renamed_input), "input source is missing; input ids is not in the contract"),
         (
             in_graph(ENCODER, lambda graph: graph.input[0].type.tensor_type.shape.dim[0].__init__(dim_value=2)),
-            "source must be int64 ['batch', 'source'], found int64 [2, 'source']",
+            "source must be an input, int64 [-1, -1], found an input, int64 [2, -1]",
         ),
         (
             in_graph(ENCODER, source_of_int32),
-            "source must be int64 ['batch', 'source'], found int32 ['batch', 'source']",
+            "source must be an input, int64 [-1, -1], found an input, int32 [-1, -1]",
         ),
-        (in_graph(DECODER, lambda graph: graph.output.pop()), "outputs must be ['hidden', 'logits', 'top_log_probs'"),
+        (in_graph(DECODER, lambda graph: graph.output.pop()), "contract: output present.values.1 is missing"),
         (lambda folder: (folder / DECODER).write_bytes(b"\xff" * 5000), "decoder.onnx failed:Protobuf parsing failed"),
         (lambda folder: (folder / ENCODER).write_bytes(b""), "encoder.onnx failed:No graph was found"),
         (lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-4096]), "out of bounds"),
-        (misspelt_name, "encoder.onnx does not fit the bundle's contract: a name in it is no UTF-8: 'utf-8' codec"),
+        (
+            misspelt_name,
+            "encoder.onnx does not fit the bundle's contract: it has a name that is not UTF-8: 'utf-8' codec",
+        ),
         (in_graph(ENCODER, weights_in("../x")), "External data path escapes model directory"),
         (in_graph(DECODER, weights_in("/etc/hostname")), "Absolute path not allowed for external data"),
         (in_graph(DECODER, weights_in(MANIFEST)), "out of bounds"),
@@ -226,8 +229,8 @@ def with_spec(**changes: Any) -> Manifest:
 def test_a_contract_of_another_model_does_not_fit_the_graphs(folder: Path) -> None:
     write_manifest(folder, with_spec(vocab_size=65, top_k=8))
     assert (
-        "logits must be float32 ['rows', 'step', 65], found float32 ['rows', 'step', 64]; "
-        "top_log_probs must be float32 ['rows', 'step', 8], found float32 ['rows', 'step', 16]"
+        "logits must be an output, float32 [-1, -1, 65], found an output, float32 [-1, -1, 64]; "
+        "top_log_probs must be an output, float32 [-1, -1, 8], found an output, float32 [-1, -1, 16]"
     ) in refusal(folder, "verify", "run")
 
 

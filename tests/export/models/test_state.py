@@ -24,7 +24,7 @@ def after(engine: EagerEngine, state: EagerState, steps: int) -> EagerState:
 def started(preset: str, rows: int = 2) -> tuple[EagerEngine, EagerState]:
     engine = EagerEngine(random_model(config_from_preset(f"{preset}-tiny")))
     source = np.arange(3, 3 + 6 * rows).reshape(rows, 6)
-    return engine, engine.encode(source, np.ones_like(source, bool), Capacity(1, engine.spec.max_target))
+    return engine, engine.encode(source, np.ones_like(source, bool), Capacity(2, engine.spec.max_target))
 
 
 @pytest.mark.parametrize("preset", ["fat", "at"])
@@ -92,7 +92,7 @@ def test_top_k_is_the_head_of_the_log_softmax() -> None:
 
 @pytest.mark.parametrize(("rows", "per_source"), [([0, 1, 0], 1), ([0, 0, 1], 1), ([], 1), ([0, 2, 1, 3], 2)], ids=str)
 def test_rows_that_are_not_adjacent_and_equally_many_per_source_are_refused(rows: list[int], per_source: int) -> None:
-    with pytest.raises(SpecMismatch, match="rows of one source must stand together"):
+    with pytest.raises(SpecMismatch, match="rows of one source must be adjacent"):
         sources_of_rows(np.array(rows, np.int64), per_source)
 
 

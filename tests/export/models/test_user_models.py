@@ -95,7 +95,7 @@ def test_rows_of_one_source_are_decoded_separately(bundle: Bundle) -> None:
 def test_a_request_for_a_hidden_state_that_the_model_does_not_return_is_refused(bundle: Bundle) -> None:
     for engine in (OrtEngine(bundle), EagerEngine(build())):
         state = engine.encode(np.array([[5]]), np.ones((1, 1), bool), Capacity(1, 4))
-        with pytest.raises(SpecMismatch, match="hidden state"):
+        with pytest.raises(SpecMismatch, match="its hidden state is not available"):
             engine.step(np.array([[1]]), state, Want.HIDDEN)
         assert engine.step(np.array([[1]]), state, Want.LOGITS).hidden is None
         assert engine.output_rows(np.array([3])) is None

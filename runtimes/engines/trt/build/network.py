@@ -47,7 +47,7 @@ def check_network(network: Any, spec: ModelSpec, part: Part) -> None:
     network_inputs = [network.get_input(index) for index in range(network.num_inputs)]
     network_outputs = [network.get_output(index) for index in range(network.num_outputs)]
     tensors = [*_tensors("input", network_inputs), *_tensors("output", network_outputs)]
-    reasons = contract_differences(tensors, inputs, outputs) or _wrong_axes(network_inputs, inputs)
+    reasons = contract_differences(tensors, inputs, outputs) + _wrong_axes(network_inputs, inputs)
     if reasons:
         raise SpecMismatch(
             f"{in_one_line(f'the graph of the {part} does not fit the contract', reasons)}. Nothing was built: export "
@@ -68,6 +68,6 @@ def _wrong_axes(tensors: Sequence[Any], expected: Sequence[TensorSpec]) -> list[
     contract = {spec.name: [None if isinstance(axis, int) else axis for axis in spec.shape] for spec in expected}
     for tensor in tensors:
         names = [tensor.get_dimension_name(place) for place in range(len(tensor.shape))]
-        if names != contract[tensor.name]:
+        if names != contract.get(tensor.name, names):
             reasons.append(f"axes of input {tensor.name} must be named {contract[tensor.name]}, found {names}")
     return reasons
