@@ -17,7 +17,7 @@ MOST_SHAPES = 4
 
 
 @dataclass
-class Bound:
+class BoundCall:
     """Buffers of one shape of call, and the bindings that use them: two that alternate for recurrent state."""
 
     tokens: Tokens
@@ -45,7 +45,7 @@ class Binder:
 
     def bound(
         self, decoder: Any, buffers: Buffers, sources: dict[str, Any], sizes: dict[str, int], want: Want
-    ) -> Bound:
+    ) -> BoundCall:
         """Return what a step of these sizes needs: new arrays for results, and bindings, reused where possible."""
         shape = sizes["rows"], sizes["step"], want
         bound = buffers.bound.pop(shape, None) or self._new_bound(decoder, buffers, *shape)
@@ -57,9 +57,9 @@ class Binder:
             for name, value in results.items():
                 binding.bind_ortvalue_output(name, value)
         n_bytes = sum(array.nbytes for array in arrays.values())
-        return Bound(bound.tokens, step_out_from_arrays(self.spec, arrays), bound.bindings, n_bytes, bound.fed)
+        return BoundCall(bound.tokens, step_out_from_arrays(self.spec, arrays), bound.bindings, n_bytes, bound.fed)
 
-    def _new_bound(self, decoder: Any, buffers: Buffers, rows: int, steps: int, want: Want) -> Bound:
+    def _new_bound(self, decoder: Any, buffers: Buffers, rows: int, steps: int, want: Want) -> BoundCall:
         """Return bindings that still lack sources and results."""
         tokens = np.empty((rows, steps), np.int64)
         step_inputs = {self._tokens: tokens, self._position: buffers.position}
@@ -75,4 +75,4 @@ class Binder:
             for name, value in zip(self._present, present, strict=True):
                 binding.bind_ortvalue_output(name, value)
             bindings.append(binding)
-        return Bound(tokens, StepOut(), bindings)
+        return BoundCall(tokens, StepOut(), bindings)

@@ -14,7 +14,7 @@ import numpy as np
 
 from fatdeploy.errors import BackendUnavailable
 from fatdeploy.runtimes.engines.element_types import ELEMENT_TYPES
-from fatdeploy.runtimes.engines.ort.bindings import Binder, Bound
+from fatdeploy.runtimes.engines.ort.bindings import Binder, BoundCall
 from fatdeploy.runtimes.engines.ort.buffers import Array, Buffers
 from fatdeploy.runtimes.engines.ort.host_memory import HostOrDeviceArray, Shape
 from fatdeploy.runtimes.engines.ort.row_graphs import ROWS, gathered_name, row_graph, shape_name, zero_graph
@@ -199,7 +199,7 @@ class DeviceBinder(Binder):
     def values(self, arrays: dict[str, HostOrDeviceArray]) -> dict[str, Any]:
         return {name: array.value for name, array in arrays.items() if name in self._read}
 
-    def _new_bound(self, decoder: Any, buffers: Buffers, rows: int, steps: int, want: Want) -> Bound:
+    def _new_bound(self, decoder: Any, buffers: Buffers, rows: int, steps: int, want: Want) -> BoundCall:
         tokens = np.empty((rows, steps), np.int64)
         fed = {self._tokens: tokens, self._position: buffers.position}
         bindings = []
@@ -213,7 +213,7 @@ class DeviceBinder(Binder):
             for name, array in zip(self._present, present, strict=True):
                 bind_output(self._device, binding, name, array, rows)
             bindings.append(binding)
-        return Bound(tokens, StepOut(), bindings, fed={name: fed[name] for name in fed if name in self._read})
+        return BoundCall(tokens, StepOut(), bindings, fed={name: fed[name] for name in fed if name in self._read})
 
 
 def bind_input(device: OrtDevice, binding: Any, name: str, array: DeviceArray, rows: int) -> None:

@@ -13,7 +13,7 @@ from fatdeploy.errors import ConfigError, FatdeployError
 from fatdeploy.machine import usable_cores
 from fatdeploy.manifest import DECODER, ENCODER
 from fatdeploy.runtimes.engines.checks import check_length_head, check_step, check_want, checked_move, released_state
-from fatdeploy.runtimes.engines.ort.bindings import MOST_HELD_BYTES, MOST_SHAPES, Binder, Bound
+from fatdeploy.runtimes.engines.ort.bindings import MOST_HELD_BYTES, MOST_SHAPES, Binder, BoundCall
 from fatdeploy.runtimes.engines.ort.buffers import BufferPool, Buffers
 from fatdeploy.runtimes.engines.ort.device_memory import DeviceBinder, DeviceMemory, OrtCudaDevice, OrtDevice
 from fatdeploy.runtimes.engines.ort.host_memory import ArrayMemory, HostMemory, HostOrDeviceArray
@@ -49,7 +49,7 @@ class OrtState:
     most_rows: int  # the largest number so far
     source_length: int  # of the caller; the arrays may be padded further
     turn: int = 0  # which set of buffers holds the state
-    bound: dict[tuple[int, Want], Bound] = field(default_factory=dict)
+    bound: dict[tuple[int, Want], BoundCall] = field(default_factory=dict)
     released: bool = False
 
     @property
@@ -193,7 +193,7 @@ class OrtEngine:
         open_session = partial(opened_session, self._ort, provider=self.device.provider, threads=1)
         return binder, DeviceMemory(self.device, self.spec, open_session, alternates=self._alternates)
 
-    def _bound(self, state: OrtState, steps: int, want: Want) -> Bound:
+    def _bound(self, state: OrtState, steps: int, want: Want) -> BoundCall:
         """Return buffers and bindings for calls of ``steps`` tokens that want the same results."""
         source = state.sources[self.spec.source_mask.name].shape[1]
         sizes = {"rows": state.rows, "step": steps, "source": source}
