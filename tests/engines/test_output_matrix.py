@@ -38,11 +38,11 @@ def test_hidden_states_times_the_output_rows_of_the_reference_are_its_logits(cha
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_bundle_has_the_references_output_rows(preset: str) -> None:
     ids = np.array([60, 2, 17])
-    found, expected = (
+    rows, expected = (
         engine.output_rows(ids)
         for engine in (OrtEngine(bundle_of(f"{preset}-tiny")), EagerEngine(model_of(f"{preset}-tiny")))
     )
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(rows, expected)
 
 
 def test_logits_with_copying_are_no_product() -> None:

@@ -45,9 +45,9 @@ def plan(preset: str = "fat-tiny", changes: dict[str, Any] | None = None, **sett
     )
 
 
-def trained(folder: Path, one: TrainingPlan, data: Parts | None = None) -> Training:
+def trained(folder: Path, training_plan: TrainingPlan, data: Parts | None = None) -> Training:
     """Return a training that is over."""
-    training = Training(one, data or parts(), folder, resume=False)
+    training = Training(training_plan, data or parts(), folder, resume=False)
     for _ in training.events():
         pass
     training.finish()

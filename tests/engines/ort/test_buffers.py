@@ -39,8 +39,8 @@ def test_the_next_decode_of_the_same_shape_has_the_same_buffers_and_the_same_num
 def test_two_decodes_at_once_share_no_buffer(preset: str) -> None:
     engine = OrtEngine(bundle_of(preset))
     engine.release(engine.encode(SOURCE, MASK, Capacity(1, 8)))
-    one, other = (engine.encode(SOURCE, MASK, Capacity(1, 8)) for _ in range(2))
-    assert not set(places(one)) & set(places(other))
+    state, other_state = (engine.encode(SOURCE, MASK, Capacity(1, 8)) for _ in range(2))
+    assert not set(places(state)) & set(places(other_state))
     assert len(engine.pool) == 0
 
 
@@ -61,9 +61,9 @@ def test_numbers_that_are_none_do_not_reach_the_next_decode(preset: str, dialect
     spoilt = engine.encode(SOURCE, MASK, Capacity(1, 8))
     used = places(spoilt)
     fed(engine, spoilt, 8)
-    for one, *arrays in zip(engine.spec.state, *spoilt.arrays, strict=True):
+    for tensor, *arrays in zip(engine.spec.state, *spoilt.arrays, strict=True):
         for array in arrays:
-            array[(slice(None), slice(None), slice(8))[: array.ndim] if one.kind == "cache" else ...] = np.nan
+            array[(slice(None), slice(None), slice(8))[: array.ndim] if tensor.kind == "cache" else ...] = np.nan
     engine.release(spoilt)
     assert decode(engine, SOURCE.tolist(), options) == expected
     assert places(engine.encode(SOURCE, MASK, Capacity(1, 8))) == used
@@ -85,17 +85,17 @@ def test_bindings_are_used_again_with_the_sources_and_results_of_another_decode(
     engine.release(first)
     # Longer sources, one of them padded: of what was bound only the state, which has the same shape, stays.
     source, mask = np.array([[9, 8, 7, 6, 5], [4, 5, 0, 0, 0]]), np.arange(5) < np.array([[5], [2]])
-    states = [one.encode(source, mask, Capacity(2, 8)) for one in (engine, fresh)]
-    found, expected = (fed(one, state) for one, state in zip((engine, fresh), states, strict=True))
-    np.testing.assert_array_equal(found, expected)
+    states = [backend.encode(source, mask, Capacity(2, 8)) for backend in (engine, fresh)]
+    logits, expected = (fed(backend, state) for backend, state in zip((engine, fresh), states, strict=True))
+    np.testing.assert_array_equal(logits, expected)
     assert bindings(states[0]) == used
-    for one, state in zip((engine, fresh), states, strict=True):
-        one.reorder(state, np.array([0, 0, 1, 1]))
-    found, expected = (
-        np.array(one.step(np.full((4, 1), 7), state, Want.LOGITS).logits)
-        for one, state in zip((engine, fresh), states, strict=True)
+    for backend, state in zip((engine, fresh), states, strict=True):
+        backend.reorder(state, np.array([0, 0, 1, 1]))
+    logits, expected = (
+        np.array(backend.step(np.full((4, 1), 7), state, Want.LOGITS).logits)
+        for backend, state in zip((engine, fresh), states, strict=True)
     )
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(logits, expected)
     assert bindings(states[0]) == grown
     assert not {*grown} & {*used}
 
@@ -188,9 +188,9 @@ def test_the_garbage_collector_may_give_buffers_back_while_its_thread_takes_some
             return (9, 9)
 
     pool.give(Buffers([[np.zeros((2, 2)).view(Collected)]]))
-    found = pool.take([(1, 2)])
-    assert found is not None
-    assert found.sets[0][0].shape == (1, 2)
+    buffers = pool.take([(1, 2)])
+    assert buffers is not None
+    assert buffers.sets[0][0].shape == (1, 2)
     assert pool.take([(3, 2)]) is not None
 
 

@@ -37,7 +37,7 @@ from tests.support.cuda_half import TINY, half, written
 from tests.support.devices.counting import on_device
 from tests.support.engines.equalities import BEAMS, assert_alike, sources_of
 
-SCHEMAS = {one.name: one for one in get_all_operator_schema() if one.domain == "com.microsoft"}
+SCHEMAS = {schema.name: schema for schema in get_all_operator_schema() if schema.domain == "com.microsoft"}
 
 
 @cache
@@ -56,7 +56,7 @@ def grouped() -> Bundle:
 
 
 def nodes_of(bundle: Bundle, part: str = DECODER) -> list[onnx.NodeProto]:
-    return [node for one in graphs_of(read_structure(bundle.file(part)).graph) for node in one.node]
+    return [node for graph in graphs_of(read_structure(bundle.file(part)).graph) for node in graph.node]
 
 
 @pytest.mark.parametrize("placed", [OrtEngine, on_device])
@@ -77,11 +77,11 @@ def test_calls_of_one_and_of_several_tokens_follow_each_other_in_any_order() -> 
     draw = np.random.default_rng(3)
     for steps in (1, 3, 1, 1, 4, 2, 1):
         tokens = draw.integers(3, 64, (2, steps))
-        found, expected = (
+        logits, expected = (
             engine.step(tokens, state, Want.LOGITS).logits for engine, state in zip(engines, states, strict=True)
         )
         assert expected is not None
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * max(1.0, float(np.abs(expected).max())))
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * max(1.0, float(np.abs(expected).max())))
 
 
 def test_in_fp16_one_token_is_one_op_and_several_are_standard_ops() -> None:
@@ -116,25 +116,27 @@ def test_the_certificate_of_fp16_says_what_was_executed_where() -> None:
 def test_fp16_graphs_hold_their_caches_and_memory_in_fp16_on_a_device_too() -> None:
     engine = on_device(half())
     spec = engine.spec
-    assert {one.dtype for one in (*spec.state, *spec.memory)} == {"float16"}
-    found = token_fidelity(engine, read_probes(half().file(PROBES)))
-    assert found.share > 0.98
-    assert found == token_fidelity(OrtEngine(half()), read_probes(half().file(PROBES)))
+    assert {tensor.dtype for tensor in (*spec.state, *spec.memory)} == {"float16"}
+    fidelity = token_fidelity(engine, read_probes(half().file(PROBES)))
+    assert fidelity.share > 0.98
+    assert fidelity == token_fidelity(OrtEngine(half()), read_probes(half().file(PROBES)))
 
 
 @pytest.mark.parametrize("name", ["half", "grouped"])
 def test_contributed_ops_fit_their_schemas(name: str) -> None:
     bundle = {"half": half, "grouped": grouped}[name]()
     kind = {"half": "tensor(float16)", "grouped": "tensor(float)"}[name]
-    found = [node for part in (ENCODER, DECODER) for node in nodes_of(bundle, part) if node.domain == "com.microsoft"]
-    assert {node.op_type for node in found} == {"FusedMatMul", "GroupQueryAttention", "MultiHeadAttention"}
-    for node in found:
+    nodes = [node for part in (ENCODER, DECODER) for node in nodes_of(bundle, part) if node.domain == "com.microsoft"]
+    assert {node.op_type for node in nodes} == {"FusedMatMul", "GroupQueryAttention", "MultiHeadAttention"}
+    for node in nodes:
         schema = SCHEMAS[node.op_type]
-        assert {one.name for one in node.attribute} <= set(schema.attributes)
-        assert {one for one, told in schema.attributes.items() if told.required} <= {one.name for one in node.attribute}
+        names = {attribute.name for attribute in node.attribute}
+        assert names <= set(schema.attributes)
+        assert {name for name, attribute in schema.attributes.items() if attribute.required} <= names
         assert schema.min_input <= len(node.input) <= schema.max_input
         assert schema.min_output <= len(node.output) <= schema.max_output
-        assert kind in next(one for one in schema.type_constraints if one.type_param_str == "T").allowed_type_strs
+        kinds = {constraint.type_param_str: constraint.allowed_type_strs for constraint in schema.type_constraints}
+        assert kind in kinds["T"]
 
 
 def test_an_op_without_a_cuda_kernel_is_named(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from tests.support.choices import DECODER, DIRECTIONS, ENCODER, PLAIN, REST, nam
 SMALL = {"encoder_layers": 1, "decoder_layers": 1, "max_source": 40, "max_target": 48}
 
 
-def goes_together(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    if one.keys() & other.keys():
+def goes_together(changes: dict[str, Any], other_changes: dict[str, Any]) -> bool:
+    if changes.keys() & other_changes.keys():
         return False
     try:
-        config_from_preset("fast-tiny", **{**PLAIN, **SMALL, **one, **other})
+        config_from_preset("fast-tiny", **{**PLAIN, **SMALL, **changes, **other_changes})
     except ConfigError:
         return False
     return True

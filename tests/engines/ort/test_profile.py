@@ -36,7 +36,7 @@ def recorded_ops(folder: Path) -> list[dict[str, Any]]:
 
 def largest(op: dict[str, Any], kind: str) -> int:
     """Return how many numbers the largest input or output of an op has."""
-    return max((math.prod(shape) for one in op[f"{kind}_type_shape"] for shape in one.values()), default=0)
+    return max((math.prod(shape) for shapes in op[f"{kind}_type_shape"] for shape in shapes.values()), default=0)
 
 
 def test_only_attention_reads_and_writes_the_caches(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_only_attention_reads_and_writes_the_caches(tmp_path: Path) -> None:
     assert len(attention) == 4 * STEPS
     assert attention.count((CACHE, CACHE)) == 2 * STEPS
     # The largest thing that anything else reads is the table of positions.
-    assert max(max(found) for shapes in sizes.values() for found in shapes) == 256 * 32 < CACHE
+    assert max(max(pair) for shapes in sizes.values() for pair in shapes) == 256 * 32 < CACHE
 
 
 def test_a_branch_costs_what_its_nodes_do_not() -> None:
@@ -61,19 +61,19 @@ def test_a_profile_tells_ops_and_nodes_of_a_step() -> None:
         main, [str(bundle_of("transformer-tiny").path), "--threads", "1", "--steps", "6", "--json"]
     )
     assert run.exit_code == 0, run.output
-    found = json.loads(run.stdout)
-    assert (found["steps"], found["batch"], found["bundle"]) == (6, 1, bundle_of("transformer-tiny").digest)
-    calls = {one["op"]: one["calls"] for one in found["ops"]}
+    profile = json.loads(run.stdout)
+    assert (profile["steps"], profile["batch"], profile["bundle"]) == (6, 1, bundle_of("transformer-tiny").digest)
+    calls = {op["op"]: op["calls"] for op in profile["ops"]}
     assert (calls["MultiHeadAttention"], calls["LayerNormalization"], calls["FusedMatMul"]) == (4, 6, 1)
-    assert sum(one["calls"] for one in found["nodes"]) == sum(calls.values())
-    assert any(one["name"].startswith("decoder.layers.0.attention") for one in found["nodes"])
+    assert sum(node["calls"] for node in profile["nodes"]) == sum(calls.values())
+    assert any(node["name"].startswith("decoder.layers.0.attention") for node in profile["nodes"])
 
 
 def test_a_profile_is_shown_as_two_tables() -> None:
     run = CliRunner().invoke(main, [str(bundle_of("transformer-tiny").path), "--steps", "2", "--top", "3"])
     assert run.exit_code == 0, run.output
-    said, _, ops, *rest = run.stdout.splitlines()
-    assert re.fullmatch(r"[\d.]+ ms per step over 2 steps, [\d.-]+ of it between ops", said)
+    summary, _, ops, *rest = run.stdout.splitlines()
+    assert re.fullmatch(r"[\d.]+ ms per step over 2 steps, [\d.-]+ of it between ops", summary)
     assert ops.split() == ["op", "calls", "ms", "share"]
     assert rest[rest.index("") + 1].split() == ["node", "op", "ms", "share"]
     assert len(rest) - rest.index("") == 5

@@ -39,7 +39,7 @@ def beam_like(draw: np.random.Generator) -> Iterator[np.ndarray]:
 def test_rows_that_move_as_in_a_beam_search_go_on_as_in_the_reference(preset: str, kind: Kind) -> None:
     engine, reference = engine_of(preset, kind), EagerEngine(model_of(preset))
     draw = np.random.default_rng(0)
-    state, expected_state = (one.encode(SOURCE, MASK, Capacity(BEAMS, 40)) for one in (engine, reference))
+    state, expected_state = (backend.encode(SOURCE, MASK, Capacity(BEAMS, 40)) for backend in (engine, reference))
     used = places(state)
     engine.step(np.full((3, 1), 1), state, Want.LOGITS)
     reference.step(np.full((3, 1), 1), expected_state, Want.LOGITS)
@@ -49,10 +49,10 @@ def test_rows_that_move_as_in_a_beam_search_go_on_as_in_the_reference(preset: st
         tokens = draw.integers(3, 64, (len(rows), int(draw.integers(1, 3))))
         if state.position + tokens.shape[1] > 40:
             break
-        found = engine.step(tokens, state, Want.LOGITS).logits
+        logits = engine.step(tokens, state, Want.LOGITS).logits
         expected = reference.step(tokens, expected_state, Want.LOGITS).logits
         bound = 1e-5 * max(1.0, float(np.abs(expected).max()))
-        np.testing.assert_allclose(found, expected, rtol=0, atol=bound)
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=bound)
         assert places(state) == used
     assert len(rows) == 3
     assert state.position > 30
@@ -134,7 +134,7 @@ def test_more_rows_than_the_state_was_encoded_for_are_refused_and_it_stays_as_it
 def test_only_written_positions_of_rows_that_move_are_touched(rows: list[int], copied: int) -> None:
     specs = (*cache_specs(0, 2, 3), *recurrent_specs(0, 2, 4, 3))
     draw = np.random.default_rng(2)
-    arrays = [draw.standard_normal(one.sized({"rows": 6, "capacity": 7})) for one in specs]
+    arrays = [draw.standard_normal(tensor.sized({"rows": 6, "capacity": 7})) for tensor in specs]
     before = [array.copy() for array in arrays]
     move_rows(specs, arrays, np.array(rows), 5)
     for spec, array, old in zip(specs, arrays, before, strict=True):
@@ -147,7 +147,7 @@ def test_only_written_positions_of_rows_that_move_are_touched(rows: list[int], c
 
 def test_zeroing_leaves_rows_alone_that_nobody_used() -> None:
     specs = (*cache_specs(0, 2, 3), *recurrent_specs(0, 2, 4, 3))
-    arrays = [np.ones(one.sized({"rows": 4, "capacity": 7})) for one in specs]
+    arrays = [np.ones(tensor.sized({"rows": 4, "capacity": 7})) for tensor in specs]
     zero_rows(specs, [arrays], 3, 5)
     assert [int(array.sum()) for array in arrays] == [2 * 3 * (4 * 7 - 3 * 5)] * 2 + [2 * 4 * 3, 2 * 4]
 
@@ -156,5 +156,7 @@ def test_zeroing_leaves_rows_alone_that_nobody_used() -> None:
 def test_length_candidates_are_rows_that_grow_once(kind: Kind) -> None:
     engine, reference = engine_of("transformer-nat-tiny", kind), EagerEngine(model_of("transformer-nat-tiny"))
     sources, options = [[5, 6, 7], [9, 10]], DecodeOptions(length_candidates=3)
-    found, expected = (decode(one, sources, options) for one in (engine, reference))
-    assert [(one.tokens, one.finish) for one in found] == [(one.tokens, one.finish) for one in expected]
+    hypotheses, expected = (decode(backend, sources, options) for backend in (engine, reference))
+    assert [(hypothesis.tokens, hypothesis.finish) for hypothesis in hypotheses] == [
+        (hypothesis.tokens, hypothesis.finish) for hypothesis in expected
+    ]

@@ -53,7 +53,9 @@ def test_threads_and_spinning_reach_both_sessions() -> None:
 def test_neither_session_spins_long_beside_the_other() -> None:
     engine = OrtEngine(bundle_of(TINY))
     assert engine._sessions is not None
-    encoder, decoder = (one.get_session_options() for one in (engine._sessions.encoder, engine._sessions.decoder))
+    encoder, decoder = (
+        session.get_session_options() for session in (engine._sessions.encoder, engine._sessions.decoder)
+    )
     assert encoder.get_session_config_entry("session.force_spinning_stop") == "1"
     assert decoder.get_session_config_entry("session.intra_op.spin_duration_us") == "1000"
 
@@ -116,7 +118,7 @@ def cut_in_half(path: Path) -> None:
 
 def with_weights_beyond_the_end(path: Path) -> None:
     model = onnx.load(path, load_external_data=False)
-    stored = next(one for one in model.graph.initializer if one.external_data)
+    stored = next(tensor for tensor in model.graph.initializer if tensor.external_data)
     next(entry for entry in stored.external_data if entry.key == "offset").value = str(1 << 40)
     path.write_bytes(model.SerializeToString())
 

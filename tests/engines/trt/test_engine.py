@@ -51,15 +51,15 @@ def started(preset: str = "transformer-tiny", **options: bool) -> tuple[TrtEngin
 def fed(engine: TrtEngine, state: TrtState, steps: int = 5) -> list[np.ndarray]:
     """Return the logits of a few fixed steps."""
     tokens = [np.full((state.rows, 1), 7 + step % 50) for step in range(steps)]
-    return [np.array(engine.step(one, state, Want.LOGITS).logits) for one in tokens]
+    return [np.array(engine.step(call, state, Want.LOGITS).logits) for call in tokens]
 
 
-def said(found: Sequence[Hypothesis]) -> list[list[tuple[int, ...]]]:
-    return [[one.tokens, *(other.tokens for other in one.alternatives)] for one in found]
+def all_tokens(hypotheses: Sequence[Hypothesis]) -> list[list[tuple[int, ...]]]:
+    return [[hypothesis.tokens, *(other.tokens for other in hypothesis.alternatives)] for hypothesis in hypotheses]
 
 
 def bound(device: CpuDevice) -> list[dict[str, Any]]:
-    return [one.bound for one in device.open if isinstance(one, CpuContext)]
+    return [context.bound for context in device.open if isinstance(context, CpuContext)]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -75,7 +75,7 @@ def test_over_500_steps_addresses_stay_and_nothing_is_allocated_but_at_the_first
                 used.append((places(state), out.top_ids.ctypes.data, device.n_allocated, device.n_pinned))
         engine.release(state)
     assert len(used) > 490
-    assert all(one == other for one, other in pairwise(used))
+    assert all(earlier == later for earlier, later in pairwise(used))
 
 
 @pytest.mark.parametrize("preset", [*PRESETS, "transformer-nat-tiny"])
@@ -97,10 +97,12 @@ def test_after_the_first_sentence_of_a_shape_nothing_is_allocated(preset: str) -
 def test_beams_are_those_of_onnxruntime_on_the_same_graphs(preset: str) -> None:
     engine = trt_engine(preset)
     expected = decode(OrtEngine(bundle_of(preset, "standard"), OrtOptions(threads=1)), SOURCES, BEAMS)
-    found = decode(engine, SOURCES, BEAMS)
-    assert said(found) == said(expected)
-    assert [one.score for one in found] == pytest.approx([one.score for one in expected], abs=1e-4)
-    assert said(decode(engine, SOURCES, BEAMS)) == said(expected)
+    hypotheses = decode(engine, SOURCES, BEAMS)
+    assert all_tokens(hypotheses) == all_tokens(expected)
+    assert [hypothesis.score for hypothesis in hypotheses] == pytest.approx(
+        [hypothesis.score for hypothesis in expected], abs=1e-4
+    )
+    assert all_tokens(decode(engine, SOURCES, BEAMS)) == all_tokens(expected)
 
 
 @pytest.mark.parametrize("preset", [*PRESETS, "transformer-nat-tiny"])
@@ -127,13 +129,13 @@ def test_a_cache_is_read_and_written_in_one_place_and_recurrent_state_in_two_tha
         state = engine.encode(SOURCE, MASK, Capacity(1, 8))
         fed(engine, state, 3)
         spec = engine.spec
-        steps = [one for one in bound(device) if spec.tokens.name in one]
+        steps = [bindings for bindings in bound(device) if spec.tokens.name in bindings]
         assert len(steps) == distance
         for past, present in zip(spec.past, spec.present, strict=True):
-            read, written = ({one[name.name][1] for one in steps} for name in (past, present))
+            read, written = ({bindings[name.name][1] for bindings in steps} for name in (past, present))
             assert read == written
             assert len(read) == distance
-            assert all((one[past.name][1] == one[present.name][1]) == (distance == 1) for one in steps)
+            assert all((bindings[past.name][1] == bindings[present.name][1]) == (distance == 1) for bindings in steps)
 
 
 def test_only_tokens_position_and_what_is_wanted_cross_the_bus() -> None:
@@ -165,7 +167,7 @@ def test_rows_move_on_the_device_only_those_that_change_and_as_far_as_they_are_w
         copies.append(len(device.moved) / n_tensors)
     # Rows 1 to 5 grow of two; nothing; a swap with one copy to the spare row, two copies; two circles.
     assert copies == [5, 0, 5, 8]
-    strips = {one for _, _, one in device.moved}
+    strips = {strip for _, _, strip in device.moved}
     if preset == "transformer-tiny":
         assert strips == {Strips(width=5 * 16 * 4, pitch=256 * 16 * 4, count=2)}
     assert (device.uploaded, device.downloaded) == before
@@ -201,8 +203,8 @@ def test_a_profile_of_one_size_is_filled_up_with_rows_that_are_nobodys(tmp_path:
     engine = TrtEngine(bundle, CpuDevice(bundle))
     expected = trt_engine("transformer-tiny")
     for options in (DecodeOptions(max_new_tokens=12, prefix=[5, 6, 7]), BEAMS):
-        found = said(decode(engine, SOURCES[:3], options))
-        assert found == said(decode(expected, SOURCES[:3], options))
+        tokens = all_tokens(decode(engine, SOURCES[:3], options))
+        assert tokens == all_tokens(decode(expected, SOURCES[:3], options))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -211,13 +213,15 @@ def test_a_long_prefix_in_calls_that_profiles_take_is_one_in_a_single_call(prese
     tokens = np.random.default_rng(1).integers(3, 64, (2, 37))
     reference = OrtEngine(bundle_of(preset, "standard"), OrtOptions(threads=1))
     for want in (Want.LOGITS, Want.TOPK, Want.HIDDEN):
-        outs = [one.step(tokens, one.encode(SOURCE, MASK, Capacity(1, 64)), want) for one in (engine, reference)]
-        for name, other in vars(outs[1]).items():
-            one = getattr(outs[0], name)
-            assert (one is None) == (other is None)
-            if other is not None:
-                assert one.shape == other.shape
-                np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * max(1.0, float(np.abs(other).max())))
+        outs = [
+            backend.step(tokens, backend.encode(SOURCE, MASK, Capacity(1, 64)), want) for backend in (engine, reference)
+        ]
+        for name, expected in vars(outs[1]).items():
+            array = getattr(outs[0], name)
+            assert (array is None) == (expected is None)
+            if expected is not None:
+                assert array.shape == expected.shape
+                np.testing.assert_allclose(array, expected, rtol=0, atol=1e-5 * max(1.0, float(np.abs(expected).max())))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -237,10 +241,10 @@ def test_what_another_decode_left_behind_is_not_read(preset: str) -> None:
 def test_threads_decode_at_once_each_with_memory_of_its_own(preset: str) -> None:
     engine, device = started(preset)
     options = [DecodeOptions(max_new_tokens=20), DecodeOptions(num_beams=3, max_new_tokens=20)] * 6
-    expected = [said(decode(engine, SOURCES[:4], one)) for one in options]
+    expected = [all_tokens(decode(engine, SOURCES[:4], option)) for option in options]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda one: said(decode(engine, SOURCES[:4], one)), options))
-    assert found == expected
+        tokens = list(pool.map(lambda option: all_tokens(decode(engine, SOURCES[:4], option)), options))
+    assert tokens == expected
     engine.close()
     assert device.leaked == 0
 
@@ -248,8 +252,8 @@ def test_threads_decode_at_once_each_with_memory_of_its_own(preset: str) -> None
 def test_two_decodes_at_once_share_no_memory() -> None:
     engine, _ = started()
     engine.release(engine.encode(SOURCE, MASK, Capacity(1, 8)))
-    one, other = (engine.encode(SOURCE, MASK, Capacity(1, 8)) for _ in range(2))
-    assert not set(places(one)) & set(places(other))
+    state, other_state = (engine.encode(SOURCE, MASK, Capacity(1, 8)) for _ in range(2))
+    assert not set(places(state)) & set(places(other_state))
     assert len(engine.pool) == 0
 
 
@@ -281,17 +285,18 @@ def test_half_precision_keeps_memory_and_caches_half_as_large_and_says_the_same(
     bundle = with_plans(half, tmp_path / "bundle")
     device = CpuDevice(bundle)
     engine, reference = TrtEngine(bundle, device), OrtEngine(half, OrtOptions(threads=1))
-    states = [one.encode(SOURCE, MASK, Capacity(1, 16)) for one in (engine, reference)]
+    states = [backend.encode(SOURCE, MASK, Capacity(1, 16)) for backend in (engine, reference)]
     rows = math.prod((2, 2, 256, 16)) * 2  # rows, heads, capacity, width, bytes
     first, second = places(states[0])[:2]
     assert second - first == rows
     for token in range(7, 15):
         tokens = np.full((2, 1), token)
-        found, expected = (
-            one.step(tokens, state, Want.LOGITS).logits for one, state in zip((engine, reference), states, strict=True)
+        logits, expected = (
+            backend.step(tokens, state, Want.LOGITS).logits
+            for backend, state in zip((engine, reference), states, strict=True)
         )
-        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-3 * float(np.abs(expected).max()))
-        assert (found.argmax(-1) == expected.argmax(-1)).all()
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-3 * float(np.abs(expected).max()))
+        assert (logits.argmax(-1) == expected.argmax(-1)).all()
 
 
 def test_one_source_runs_in_the_profile_for_one_and_more_in_the_other() -> None:
@@ -299,7 +304,7 @@ def test_one_source_runs_in_the_profile_for_one_and_more_in_the_other() -> None:
     for batch, profile in ((1, 0), (2, 1)):
         state = engine.encode(SOURCE[:batch], MASK[:batch], Capacity(1, 8))
         fed(engine, state, 1)
-        assert {one.profile for one in device.open if isinstance(one, CpuContext)} == {0, profile}
+        assert {context.profile for context in device.open if isinstance(context, CpuContext)} == {0, profile}
 
 
 def test_what_a_build_writes_is_what_the_engine_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,16 +312,18 @@ def test_what_a_build_writes_is_what_the_engine_reads(tmp_path: Path, monkeypatc
     half = half_of("transformer-tiny")
     shutil.copytree(half.path, tmp_path / "bundle")
     write_manifest(tmp_path / "bundle", replace(half.manifest, target="tensorrt-rtx"))
-    asked = BuildRequest(flavour="tensorrt-rtx", capabilities=("8.6",), profiles=({}, {"batch": ONE, "rows": UP_TO_4}))
-    bundle = build_engines(tmp_path / "bundle", asked, stage=lambda said: None)
+    request = BuildRequest(
+        flavour="tensorrt-rtx", capabilities=("8.6",), profiles=({}, {"batch": ONE, "rows": UP_TO_4})
+    )
+    bundle = build_engines(tmp_path / "bundle", request, stage=lambda _: None)
     # Plans are real, and only a GPU can load them: their records, sizes and names are what is tried here.
     monkeypatch.setattr(CpuDevice, "load", lambda device, path, record: CpuPlan(device, record))
     device = CpuDevice(bundle, GpuIdentity("test GPU", "tensorrt-rtx", rtx.__version__, "8.6"))
     engine, reference = TrtEngine(bundle, device), OrtEngine(half, OrtOptions(threads=1))
     for sources in ([[5, 6, 7]], [[8] * 20, [9]]):
-        found, expected = (decode(one, sources, BEAMS) for one in (engine, reference))
-        assert [one.tokens for one in found] == [one.tokens for one in expected]
-    assert {one.profile for one in device.open if isinstance(one, CpuContext)} == {0, 1}
+        hypotheses, expected = (decode(backend, sources, BEAMS) for backend in (engine, reference))
+        assert [hypothesis.tokens for hypothesis in hypotheses] == [hypothesis.tokens for hypothesis in expected]
+    assert {context.profile for context in device.open if isinstance(context, CpuContext)} == {0, 1}
     with pytest.raises(SpecMismatch, match=r"profile 0 takes 1…8 sources .*; profile 1 takes 1…1 sources"):
         decode(engine, [[5]] * 9)
 

@@ -42,11 +42,11 @@ def test_a_device_that_is_full_at_any_allocation_is_an_error_and_the_engine_goes
     for number in range(20):
         device.fail_at = number
         try:
-            found = decode(engine, [[5, 6, 7]], BEAMS)
+            hypotheses = decode(engine, [[5, 6, 7]], BEAMS)
         except OutOfDeviceMemory:
             failures += 1
             continue
-        assert found == expected
+        assert hypotheses == expected
         break
     assert failures >= 2
     device.fail_at = None
@@ -185,14 +185,14 @@ def test_a_plan_of_another_version_or_gpu_is_refused_with_both_named() -> None:
 def test_among_plans_of_several_gpus_those_for_this_one_are_run(tmp_path: Path) -> None:
     standard = bundle_of("transformer-tiny", "standard")
     bundle = with_plans(standard, tmp_path / "bundle")
-    others = [replace(one, compute_capabilities=("12.0",)) for one in bundle.manifest.plans]
+    others = [replace(plan, compute_capabilities=("12.0",)) for plan in bundle.manifest.plans]
     both = write_manifest(bundle.path, replace(bundle.manifest, plans=(*others, *bundle.manifest.plans)))
     assert decode(TrtEngine(both, CpuDevice(both)), [[5, 6]], BEAMS)
 
 
 def test_plans_of_another_graph_and_bundles_without_plans_are_refused(tmp_path: Path) -> None:
     bundle = with_plans(bundle_of("transformer-tiny", "standard"), tmp_path / "bundle")
-    other = [replace(one, graph_sha256="0" * 64) for one in bundle.manifest.plans]
+    other = [replace(plan, graph_sha256="0" * 64) for plan in bundle.manifest.plans]
     changed = write_manifest(bundle.path, replace(bundle.manifest, plans=tuple(other)))
     assert "sm89.plan is for another graph" in refused(changed)
     none = write_manifest(bundle.path, replace(bundle.manifest, plans=()))
@@ -227,7 +227,7 @@ def test_a_plan_that_is_not_the_contracts_is_refused_with_every_reason(monkeypat
 
     def changed(device: CpuDevice, path: Path, record: object) -> CpuPlan:
         plan = loaded(device, path, record)  # type: ignore[arg-type]
-        first, *rest = (one for one in plan.tensors if one.name != plan.spec.source_mask.name)
+        first, *rest = (tensor for tensor in plan.tensors if tensor.name != plan.spec.source_mask.name)
         plan.tensors = (replace(first, dtype="int32"), *rest, GraphTensor("more", "output", "float32", (2,)))
         return plan
 

@@ -66,9 +66,9 @@ def test_beams_and_prefixes_are_those_of_onnxruntime(preset: str, flavour: Flavo
     engine, reference = opened_engine(bundle), OrtEngine(bundle, OrtOptions(threads=1))
     sources = [[5, 6, 7], [8] * 20, [9]]
     for options in (BEAMS, DecodeOptions(prefix=[5, 6, 7] * 8, max_new_tokens=16)):
-        found, again, expected = (decode(one, sources, options) for one in (engine, engine, reference))
-        assert [one.tokens for one in found] == [one.tokens for one in expected]
-        assert [one.tokens for one in again] == [one.tokens for one in expected]
+        hypotheses, again, expected = (decode(backend, sources, options) for backend in (engine, engine, reference))
+        assert [hypothesis.tokens for hypothesis in hypotheses] == [hypothesis.tokens for hypothesis in expected]
+        assert [hypothesis.tokens for hypothesis in again] == [hypothesis.tokens for hypothesis in expected]
     engine.close()
 
 

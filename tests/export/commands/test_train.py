@@ -86,10 +86,10 @@ def states_of(folder: Path, process: subprocess.Popen[str]) -> Iterator[int]:
     while process.poll() is None:
         assert time.monotonic() < deadline
         try:
-            found = (folder / STATE).stat()
+            status = (folder / STATE).stat()
         except FileNotFoundError:
             continue
-        now = (found.st_ino, found.st_mtime_ns)
+        now = (status.st_ino, status.st_mtime_ns)
         if before not in (None, now):
             yield 1
         before = now
@@ -182,9 +182,9 @@ def test_ctrl_c_saves_a_whole_step(pairs: Path, tmp_path: Path) -> None:
         if getattr(event, "step", 0) == n_steps:
             break
     training.trainer.save()
-    expected, found = (load_file(one / STATE) for one in (tmp_path / "other", folder))
-    assert expected.keys() == found.keys()
-    assert all(expected[name].equal(found[name]) for name in expected)
+    expected, state = (load_file(path / STATE) for path in (tmp_path / "other", folder))
+    assert expected.keys() == state.keys()
+    assert all(expected[name].equal(state[name]) for name in expected)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -48,7 +48,7 @@ def test_words_of_letters_are_read_with_every_variant() -> None:
 def test_the_parts_depend_on_the_words_alone() -> None:
     entries = [(f"w{number}", sound) for number in range(2 * APART + 500) for sound in ("A", "B")]
     parts, again = parts_of(entries), parts_of(reversed(entries[::2]))
-    words, same = ({name: {word for word, _ in part} for name, part in one.items()} for one in (parts, again))
+    words, same = ({name: {word for word, _ in part} for name, part in split.items()} for split in (parts, again))
     assert same == words
     assert {name: len(part) for name, part in parts.items()} == {"test": 4000, "validation": 4000, "train": 1000}
 

@@ -86,7 +86,8 @@ def test_beams_in_a_batch_are_those_of_each_source_alone(activations: Kind) -> N
     sources = [[5, 6, 7, 8, 9], [20, 21], [33]]
     options = DecodeOptions(num_beams=3, max_new_tokens=8)
     together = decode(engine, sources, options)
-    assert [one.tokens for one in together] == [decode(engine, [one], options)[0].tokens for one in sources]
+    alone = [decode(engine, [source], options)[0] for source in sources]
+    assert [hypothesis.tokens for hypothesis in together] == [hypothesis.tokens for hypothesis in alone]
 
 
 def test_rows_of_the_output_matrix_are_those_of_its_bytes() -> None:

@@ -184,13 +184,13 @@ def test_a_bundle_of_eight_bits_uses_them_and_is_right_where_nothing_overflows()
     quantization = bundle.manifest.quantization
     assert quantization is not None
     assert (quantization.cpu, quantization.weight_bits) == (here, 8)
-    assert [largest_weight(one) for one in (bundle, seven)] == [127, 63]
+    assert [largest_weight(candidate) for candidate in (bundle, seven)] == [127, 63]
     engine = OrtEngine(bundle)
     check = verified_quantized(bundle, engine)
     assert (check.row_difference, check.share) == (0.0, check.recorded_share)
     ids = np.arange(64)
     exact = EagerEngine(model_of("transformer-tiny")).output_rows(ids)
-    errors = [np.square(one.output_rows(ids) - exact).mean() for one in (engine, OrtEngine(seven))]
+    errors = [np.square(backend.output_rows(ids) - exact).mean() for backend in (engine, OrtEngine(seven))]
     assert errors[0] < errors[1] / 3  # a bit more is a quarter of the squares
 
 

@@ -246,7 +246,7 @@ def test_the_norms_of_slow_attention_have_the_gradient_of_their_formula() -> Non
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_slow_scores_are_the_same_with_and_without_gradients(dtype: torch.dtype, tolerance: float) -> None:
-    queries, keys = (one.detach().to(dtype).requires_grad_() for one in drawn_pairs())
+    queries, keys = (tensor.detach().to(dtype).requires_grad_() for tensor in drawn_pairs())
     learning = slow_scores(queries, keys)
     with torch.no_grad():
         running = slow_scores(queries, keys)

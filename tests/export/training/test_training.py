@@ -87,9 +87,9 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path: 
     changes = {"dropout": 0.1}
     for name, seed in (("one", 3), ("two", 3), ("other", 4)):
         trained(tmp_path / name, plan(changes=changes, seed=seed, scheduled_sampling=0.5))
-    one, two, other = (load_file(tmp_path / name / WEIGHTS) for name in ("one", "two", "other"))
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    assert not torch.equal(one["encoder.layers.0.ffn.into.weight"], other["encoder.layers.0.ffn.into.weight"])
+    first, again, other = (load_file(tmp_path / name / WEIGHTS) for name in ("one", "two", "other"))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["encoder.layers.0.ffn.into.weight"], other["encoder.layers.0.ffn.into.weight"])
 
 
 def test_a_resumed_training_needs_the_same_pairs_and_options(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ WORDS = ["hello", "##s", "##ing", ",", ".", "?", "!", "'", "n't", "'m", "'s", "'
 # Name: its tokens and what turns them into text.
 KINDS: dict[str, tuple[list[str], decoders.Decoder | None]] = {
     "byte level": (
-        [*ALPHABET, "Ġhe", "llo", *("".join(byte_level_spelling(one)) for one in ("é", " 😀"))],
+        [*ALPHABET, "Ġhe", "llo", *("".join(byte_level_spelling(text)) for text in ("é", " 😀"))],
         decoders.ByteLevel(),
     ),
     "metaspace": (PIECES, decoders.Metaspace()),
