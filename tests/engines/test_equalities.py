@@ -1,4 +1,4 @@
-"""What holds for every engine: beams, samples, prefixes and shortlists say the same on the reference and on graphs."""
+"""Equalities of every engine: beams, samples, prefixes and shortlists give the same tokens on reference and graphs."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def test_beams_on_graphs_are_the_references_and_each_row_is_as_it_is_alone(prese
     alone = [decode(engine, [source], BEAMS)[0] for source in sources]
     assert_alike(alone, expected)
     assert_alike(decode(engine, sources[::-1], BEAMS)[::-1], expected)
-    # Most differ, so that rows which changed places would be seen; random weights give some sources the same target.
+    # Most targets differ, so swapped rows would show; random weights give some sources the same target.
     assert len({hypothesis.tokens for hypothesis in expected}) > len(sources) // 2
     assert any(
         hypothesis.tokens != greedy.tokens for hypothesis, greedy in zip(expected, decode(engine, sources), strict=True)
@@ -44,7 +44,7 @@ def test_searches_agree_with_each_other(preset: str, kind: Kind) -> None:
         shortlist=sorted({token for sequences in greedy for token in sequences[0]}), max_new_tokens=limit
     )
     assert tokens_of(decode(engine, sources, listed)) == greedy
-    # What greedy begins with, forced in one call, is followed by what greedy goes on with.
+    # If the beginning of a greedy target is forced in one call, the rest of it follows.
     for source, [tokens] in zip(sources, greedy, strict=True):
         prefix = tokens[: len(tokens) // 2]
         rest = DecodeOptions(prefix=prefix, max_new_tokens=limit - len(prefix))

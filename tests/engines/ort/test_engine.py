@@ -95,7 +95,7 @@ def test_state_stays_in_the_same_buffers_while_decoding(preset: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ort", "trt"])
-def test_what_is_not_wanted_is_not_there(kind: Kind) -> None:
+def test_outputs_that_are_not_requested_are_none(kind: Kind) -> None:
     engine = engine_of("transformer-tiny", kind)
     state = engine.encode(np.array([[5, 6, 7]]), np.ones((1, 3), bool), Capacity(1, 8))
     out = engine.step(np.array([[1]]), state, Want.HIDDEN)
@@ -179,10 +179,10 @@ def test_the_copy_mechanism_and_additive_attention_are_exported_exactly(changes:
     assert decode(engine, rows) == decode(EagerEngine(model), rows)
 
 
-def test_a_graph_that_torch_cannot_trace_is_one_line_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_graph_that_torch_cannot_trace_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = tiny({})
     monkeypatch.setattr(model, "encode", lambda source, mask: len(source.tolist()) and undefined)  # type: ignore[name-defined] # noqa: F821
     with pytest.raises(ExportFailed, match="torch could not trace the model"):
         traced_encoder(exportable_model(model), "ort", tmp_path / ENCODER)
-    # It is kept away while torch traces, and must come back.
+    # The garbage collector is off while torch traces, and must be on again.
     assert gc.isenabled()

@@ -1,4 +1,4 @@
-"""Every choice of the models on ONNX Runtime; choices that go together share an export, which is what takes time."""
+"""Every model choice on ONNX Runtime; compatible choices share an export, because exporting is slow."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def goes_together(changes: dict[str, Any], other_changes: dict[str, Any]) -> boo
 
 
 def directed() -> list[dict[str, Any]]:
-    """Return the encoder's choices: each attention in one direction, and linear, which has another form for both."""
+    """Return the encoder's choices: each attention in one direction, and linear in both, where its form differs."""
     kept: list[dict[str, Any]] = []
     for index, choice in enumerate(ENCODER):
         alike = len(DIRECTIONS) if "encoder_direction" in choice else 1
@@ -40,7 +40,7 @@ def directed() -> list[dict[str, Any]]:
 
 
 def joined() -> list[dict[str, Any]]:
-    """Return the choices of the encoder, each with one of the decoder and one of the rest as long as there are any."""
+    """Return the encoder's choices, each joined with one of the decoder and one of the rest while any are left."""
     together = directed()
     for others in (DECODER, REST):
         waiting = list(others)

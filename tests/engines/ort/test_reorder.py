@@ -59,7 +59,7 @@ def test_rows_that_move_as_in_a_beam_search_go_on_as_in_the_reference(preset: st
 
 
 @pytest.mark.parametrize(("preset", "dialect"), GRAPHS)
-def test_what_no_step_has_written_stays_zero_in_every_row(preset: str, dialect: str) -> None:
+def test_unwritten_positions_stay_zero_in_every_row(preset: str, dialect: str) -> None:
     engine, draw = OrtEngine(bundle_of(preset, dialect)), np.random.default_rng(1)
     state = engine.encode(SOURCE, MASK, Capacity(BEAMS, 40))
     for rows in beam_like(draw):
@@ -73,7 +73,7 @@ def test_what_no_step_has_written_stays_zero_in_every_row(preset: str, dialect: 
 
 
 @pytest.mark.parametrize("preset", ["transformer-tiny", "fat-tiny"])
-def test_all_that_was_written_is_zeroed_on_release_also_in_rows_that_left(preset: str) -> None:
+def test_written_positions_are_zeroed_on_release_even_in_rows_that_left(preset: str) -> None:
     engine = OrtEngine(bundle_of(preset))
     state = engine.encode(SOURCE, MASK, Capacity(2, 8))
     engine.step(np.full((3, 1), 7), state, Want.LOGITS)
@@ -85,16 +85,16 @@ def test_all_that_was_written_is_zeroed_on_release_also_in_rows_that_left(preset
     assert all(array[5].any() for array in arrays)
     engine.release(state)
     assert not any(array.any() for array in arrays)
-    # The next one may have as many rows again: six for another number of sources, too.
+    # The next state may have as many rows again, also for another number of sources: six.
     assert places(engine.encode(SOURCE[:2], MASK[:2], Capacity(3, 8))) == used
 
 
 @pytest.mark.parametrize("preset", ["transformer-tiny", "fat-tiny"])
-def test_results_are_bound_anew_only_when_rows_become_more_or_fewer_or_sources_change(preset: str) -> None:
+def test_results_are_rebound_only_when_the_number_of_rows_or_the_sources_change(preset: str) -> None:
     engine = OrtEngine(bundle_of(preset))
     state = engine.encode(SOURCE, MASK, Capacity(2, 8))
 
-    made: list[Bound] = []  # kept alive, or a new one might have the place of an old one
+    made: list[Bound] = []  # kept alive, or a new array might reuse the address of an old one
 
     def bound_after(rows: list[int]) -> list[int]:
         engine.reorder(state, np.array(rows))
@@ -116,7 +116,7 @@ def test_results_are_bound_anew_only_when_rows_become_more_or_fewer_or_sources_c
 
 
 @pytest.mark.parametrize("kind", ["eager", "ort", "trt"])
-def test_more_rows_than_the_state_was_encoded_for_are_refused_and_it_stays_as_it_was(kind: Kind) -> None:
+def test_more_rows_than_the_state_was_encoded_for_are_refused_and_it_is_unchanged(kind: Kind) -> None:
     engine = engine_of("transformer-tiny", kind)
     state = engine.encode(SOURCE, MASK, Capacity(2, 8))
     message = r"^reorder refused: 3 rows per source, the state was encoded for a capacity of rows_per_source = 2$"
@@ -145,7 +145,7 @@ def test_only_written_positions_of_rows_that_move_are_touched(rows: list[int], c
         assert (array != old).reshape(6, -1).any(axis=1).sum() == copied
 
 
-def test_zeroing_leaves_rows_alone_that_nobody_used() -> None:
+def test_zeroing_does_not_touch_unused_rows() -> None:
     specs = (*cache_specs(0, 2, 3), *recurrent_specs(0, 2, 4, 3))
     arrays = [np.ones(tensor.sized({"rows": 4, "capacity": 7})) for tensor in specs]
     zero_rows(specs, [arrays], 3, 5)

@@ -1,4 +1,4 @@
-"""Sessions of ONNX Runtime: what was asked for or an error, never something else; damage is named with its file."""
+"""ONNX Runtime sessions: the requested provider and options or an error; damage is reported with its file."""
 
 import logging
 import shutil
@@ -35,7 +35,7 @@ TINY = "transformer-tiny"
     ],
     ids=str,
 )
-def test_options_that_cannot_be_had_are_refused_every_reason_at_once(options: dict, reason: str) -> None:
+def test_unavailable_options_are_refused_with_every_reason_at_once(options: dict, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"^engine options refused: {reason}$"):
         OrtOptions(**options)
 
@@ -152,7 +152,7 @@ def test_a_damaged_graph_is_one_line_that_names_the_file(
 
 
 @pytest.mark.parametrize(("level", "speaks"), [(logging.WARNING, False), (logging.INFO, True)])
-def test_onnxruntime_s_warnings_are_for_who_asks(
+def test_warnings_of_onnxruntime_are_shown_on_request(
     level: int, speaks: bool, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(level, "fatdeploy"):

@@ -1,6 +1,6 @@
-"""Every attribute of TensorRT and CUDA that the code touches exists in all versions that it is written for.
+"""Every TensorRT and CUDA attribute that the code uses exists in all supported versions.
 
-No GPU is here, and neither is TensorRT: its names, of the three versions side by side, are in tests/data.
+This needs neither a GPU nor TensorRT: the names of the three versions are in tests/data.
 """
 
 import ast
@@ -37,10 +37,10 @@ FILES = [
     *sorted(path for path in ROOT.glob("runtimes/engines/trt/**/*.py") if path.name != "__init__.py"),
     ROOT / "runtimes" / "doctor" / "cuda_driver.py",
 ]
-# Code whose names are no reason to think that an attribute is ours.
+# Names in this code do not show that an attribute is ours.
 UNRELATED = {"reference", "training", "g2p"}
 
-# What TensorRT-RTX alone has, and who may touch it: code that runs for this flavour only.
+# Attributes that only TensorRT-RTX has, and the functions that may use them: they run for this flavour only.
 RTX_ONLY = {
     "ComputeCapability": {"_check_capabilities", "aim"},
     "num_compute_capabilities": {"aim"},
@@ -69,7 +69,7 @@ def known_to(version: str) -> set[str]:
 
 @functools.cache
 def own_names() -> set[str]:
-    """Return what our own code gives a name to: functions, classes, arguments, fields, and attributes that are set."""
+    """Return the names our own code defines: functions, classes, arguments, fields, and attributes that are set."""
     names: set[str] = set()
     places = ("fatdeploy/*.py", "export/**/*.py", "runtimes/**/*.py")
     paths = [path for pattern in places for path in ROOT.glob(pattern)]
@@ -104,7 +104,7 @@ def cuda_names() -> set[str]:
 
 
 def attributes_of(source: str) -> Iterator[tuple[str, ast.Attribute]]:
-    """Yield every attribute that code touches, with the function that it stands in."""
+    """Yield every attribute that code uses, with the function around it."""
 
     def walked(node: ast.AST, function: str) -> Iterator[tuple[str, ast.Attribute]]:
         if isinstance(node, ast.FunctionDef):
@@ -130,7 +130,7 @@ def chain_of(node: ast.Attribute) -> list[str]:
 
 
 def wrong_attributes(source: str) -> list[str]:
-    """Say which attributes some version lacks."""
+    """Return a reason for each attribute that some version lacks."""
     reasons = []
     for function, node in attributes_of(source):
         name, chain = node.attr, chain_of(node)
@@ -157,7 +157,7 @@ def has(version: str, chain: list[str]) -> bool:
     return len(chain) == 1 or (members is not None and chain[1] in members) or chain[1].startswith("__")
 
 
-def test_files_of_the_build_are_looked_at() -> None:
+def test_files_of_the_build_are_checked() -> None:
     names = {str(path.relative_to(ROOT)) for path in FILES}
     assert {
         "runtimes/engines/trt/build/build.py",
@@ -188,11 +188,11 @@ def test_every_attribute_exists_in_all_versions(path: Path) -> None:
         ("cudart.cudaGraphLunch(x)", "cudaGraphLunch is not in tensorrt 10.16.1"),
     ],
 )
-def test_what_some_version_lacks_is_found(code: str, reason: str) -> None:
+def test_an_attribute_that_some_version_lacks_is_reported(code: str, reason: str) -> None:
     assert any(text.startswith(reason) for text in wrong_attributes(f"def any(): {code}"))
 
 
-def test_what_all_versions_have_is_let_through() -> None:
+def test_an_attribute_of_all_versions_is_accepted() -> None:
     code = (
         "context.execute_async_v3(module.Runtime); cudart.cudaGraphLaunch(cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost)"
     )

@@ -1,4 +1,4 @@
-"""The code that calls CUDA and TensorRT, over stand-ins of both: whole decodes, every failure, only common names."""
+"""The code that calls CUDA and TensorRT, run on fakes of both: whole decodes, every failure, only common names."""
 
 import ast
 import json
@@ -38,7 +38,7 @@ Install = Callable[..., tuple[FakeCuda, CpuDevice]]
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Put stand-ins in the place of the modules, for a bundle's plans."""
+    """Replace the modules by fakes that run a bundle's plans."""
 
     def installed(
         preset: str = "transformer-tiny", *, version: str = HERE.version, **cuda: object
@@ -57,7 +57,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
 
 
 @pytest.mark.parametrize("preset", ["transformer-tiny", "fat-tiny"])
-def test_a_bundle_is_decoded_through_the_calls_of_cuda_and_tensorrt_and_leaves_nothing(
+def test_a_bundle_is_decoded_through_calls_of_cuda_and_tensorrt_and_leaks_nothing(
     preset: str, install: Install
 ) -> None:
     fake, device = install(preset)
@@ -110,7 +110,7 @@ def test_more_sources_than_plans_take_at_once_are_decoded_in_several_batches(ins
     assert [hypothesis.tokens for hypothesis in hypotheses] == [hypothesis.tokens for hypothesis in expected]
 
 
-def test_without_recordings_nothing_is_launched_and_the_same_is_said(install: Install) -> None:
+def test_without_recordings_nothing_is_launched_and_the_tokens_are_the_same(install: Install) -> None:
     _, device = install()
     with fatdeploy.load(plans_of("transformer-tiny").path, cuda_graphs=False) as model:
         hypotheses = model.generate(SOURCES, BEAMS)
@@ -129,7 +129,7 @@ def test_run_verify_and_eval_use_the_device_that_a_bundle_is_for(install: Instal
         name, *rest = command
         on_device, on_cpu = (CliRunner().invoke(main, [name, str(folder), *rest]) for folder in (bundle, standard))
         assert on_device.exit_code == 0, on_device.output
-        # Numbers of how long it took stand at the end.
+        # Timings come last.
         lines, expected_lines = (
             result.stdout.splitlines()[: 2 if name == "run" else 3] for result in (on_device, on_cpu)
         )
@@ -149,11 +149,11 @@ def test_run_verify_and_eval_use_the_device_that_a_bundle_is_for(install: Instal
         ("CUDA finds no GPU", cudaError_t.cudaSuccess, 0),
     ],
 )
-def test_without_a_gpu_the_answer_is_ours_and_tensorrt_is_not_touched(
+def test_without_a_gpu_the_error_is_ours_and_tensorrt_is_not_imported(
     reason: str, code: cudaError_t, count: int | None, install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(code=code, count=count)
-    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)  # an import of it would be told
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)  # an import of it would be reported
     with pytest.raises(
         BackendUnavailable, match=r"plans of tensorrt-rtx cannot run here: CUDA finds.*fatdeploy doctor"
     ) as caught:
@@ -162,9 +162,7 @@ def test_without_a_gpu_the_answer_is_ours_and_tensorrt_is_not_touched(
     assert "tensorrt-rtx, which cannot be imported" not in str(caught.value)
 
 
-def test_packages_that_are_missing_are_told_with_what_to_type(
-    install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_packages_are_reported_with_what_to_type(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     install()
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     with pytest.raises(BackendUnavailable, match=r"needs tensorrt, .*pip install 'fatdeploy\[tensorrt\]'"):
@@ -191,7 +189,7 @@ def test_options_of_the_other_runtime_are_refused() -> None:
         fatdeploy.load(bundle_of("transformer-tiny").path, cuda_graphs=False)
 
 
-def test_a_plan_that_tensorrt_cannot_read_is_told_with_what_it_says(install: Install, tmp_path: Path) -> None:
+def test_a_plan_that_tensorrt_cannot_read_is_reported_with_its_message(install: Install, tmp_path: Path) -> None:
     _, device = install()
     bundle = with_plans(bundle_of("transformer-tiny", "standard"), tmp_path / "bundle")
     bundle.file(bundle.manifest.plans[1].file).write_bytes(b"half of a plan")
@@ -211,7 +209,7 @@ def test_another_version_is_refused_before_its_plan_is_read(install: Install) ->
     assert device.leaked == 0
 
 
-def test_a_full_or_lost_device_and_a_run_that_fails_are_errors_of_ours(install: Install) -> None:
+def test_a_full_or_lost_device_and_a_failed_run_raise_our_errors(install: Install) -> None:
     fake, device = install()
     with fatdeploy.load(plans_of("transformer-tiny").path) as model:
         device.limit = 4 * 4096
@@ -255,18 +253,18 @@ def attributes(*modules: object) -> set[str]:
 
 
 @pytest.mark.parametrize("version", API)
-def test_the_stand_ins_have_nothing_that_a_version_of_tensorrt_has_not(version: str) -> None:
+def test_the_fakes_have_only_names_of_every_version_of_tensorrt(version: str) -> None:
     module = vars(fake_tensorrt(CpuDevice(plans_of("transformer-tiny")), "1"))
-    for name, stand_in in module.items():
+    for name, fake in module.items():
         if name == "__version__":
             continue
-        offered = stand_in.__members__ if issubclass(stand_in, IntEnum) else vars(stand_in.__mro__[-2])
+        offered = fake.__members__ if issubclass(fake, IntEnum) else vars(fake.__mro__[-2])
         used = {attribute for attribute in offered if not attribute.startswith("_")}
         assert used
         assert sorted(used - set(API[version][name])) == []
 
 
-def test_what_the_code_calls_of_cuda_the_real_package_has() -> None:
+def test_the_real_package_has_every_cuda_name_the_code_calls() -> None:
     real = pytest.importorskip("cuda.bindings.runtime", reason="comes with the extra rtx")
     tree = ast.parse(Path(cuda_device.__file__).read_text())
     texts = {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}

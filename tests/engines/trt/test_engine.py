@@ -1,4 +1,4 @@
-"""Plans on the test device: the same memory at every step, few bytes over the bus, recordings that are replayed."""
+"""Plans on the test device: the same memory at every step, few bytes over the bus, replayed recordings."""
 
 import math
 import shutil
@@ -63,14 +63,14 @@ def bound(device: CpuDevice) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_over_500_steps_addresses_stay_and_nothing_is_allocated_but_at_the_first(preset: str) -> None:
+def test_over_500_steps_addresses_stay_and_only_the_first_steps_allocate(preset: str) -> None:
     engine, device = started(preset)
     used: list[object] = []
     for _ in range(2):
         state = engine.encode(SOURCE, MASK, Capacity(1, 256))
         for step in range(250):
             out = engine.step(np.full((2, 1), 3 + step % 60), state, Want.TOPK)
-            # A recurrent state has a second role, which is recorded one step later.
+            # A recurrent state alternates between two buffers; the second order is recorded one step later.
             if step > 3:
                 used.append((places(state), out.top_ids.ctypes.data, device.n_allocated, device.n_pinned))
         engine.release(state)
@@ -86,7 +86,7 @@ def test_after_the_first_sentence_of_a_shape_nothing_is_allocated(preset: str) -
         expected = decode(engine, SOURCES, options)
         allocated = device.n_allocated, device.n_pinned
         # Other tokens, other lengths of the same kind: 31 and 32 are one shape, and so are 1, 3 and 16.
-        # A model that decodes all at once has a shape for each length of target, which its sources say.
+        # A parallel model has a shape per target length, which depends on its sources.
         if "nat" not in preset:
             decode(engine, [SOURCES[1] * 4, [9, 10, 11], [12], [13] * 16, [14] * 250], options)
         assert decode(engine, SOURCES, options) == expected
@@ -106,7 +106,7 @@ def test_beams_are_those_of_onnxruntime_on_the_same_graphs(preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", [*PRESETS, "transformer-nat-tiny"])
-def test_the_probes_of_a_bundle_are_met_to_the_bound(preset: str) -> None:
+def test_the_probes_of_a_bundle_are_met_within_the_bound(preset: str) -> None:
     parity = verified(trt_engine(preset), read_probes(plans_of(preset).file(PROBES)))
     assert parity.tokens > 100
     assert parity.largest_difference <= parity.bound
@@ -123,7 +123,7 @@ def test_every_step_but_the_first_of_each_role_is_replayed(preset: str, not_repl
     assert (device.n_captured, device.n_launched) == (0, 0)
 
 
-def test_a_cache_is_read_and_written_in_one_place_and_recurrent_state_in_two_that_change_roles() -> None:
+def test_a_cache_is_updated_in_place_and_recurrent_state_alternates_between_two_buffers() -> None:
     for preset, distance in (("transformer-tiny", 1), ("fat-tiny", 2)):
         engine, device = started(preset)
         state = engine.encode(SOURCE, MASK, Capacity(1, 8))
@@ -138,7 +138,7 @@ def test_a_cache_is_read_and_written_in_one_place_and_recurrent_state_in_two_tha
             assert all((bindings[past.name][1] == bindings[present.name][1]) == (distance == 1) for bindings in steps)
 
 
-def test_only_tokens_position_and_what_is_wanted_cross_the_bus() -> None:
+def test_only_tokens_position_and_requested_outputs_cross_the_bus() -> None:
     engine, device = started()
     state = engine.encode(SOURCE, MASK, Capacity(1, 32))
     # 16 ids of 8 bytes for each of two sources, and their mask.
@@ -149,12 +149,14 @@ def test_only_tokens_position_and_what_is_wanted_cross_the_bus() -> None:
         for _ in range(3):
             before = device.uploaded, device.downloaded
             engine.step(np.full((2, 1), 7), state, want)
-            assert device.uploaded - before[0] == 256 + 256  # the position, two ids: each where a tensor may begin
+            assert (
+                device.uploaded - before[0] == 256 + 256
+            )  # the position and two ids, each aligned as a tensor must be
             assert device.downloaded - before[1] == 2 * (4 * width + each)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_rows_move_on_the_device_only_those_that_change_and_as_far_as_they_are_written(preset: str) -> None:
+def test_only_changed_rows_move_on_the_device_and_only_their_written_positions(preset: str) -> None:
     engine, device = started(preset)
     state = engine.encode(SOURCE, MASK, Capacity(3, 32))
     fed(engine, state, 5)
@@ -165,7 +167,7 @@ def test_rows_move_on_the_device_only_those_that_change_and_as_far_as_they_are_w
         device.moved.clear()
         engine.reorder(state, np.array(rows))
         copies.append(len(device.moved) / n_tensors)
-    # Rows 1 to 5 grow of two; nothing; a swap with one copy to the spare row, two copies; two circles.
+    # Two rows grow to rows 1 to 5; nothing; a swap with one copy to the spare row, two copies; two cycles.
     assert copies == [5, 0, 5, 8]
     strips = {strip for _, _, strip in device.moved}
     if preset == "transformer-tiny":
@@ -195,7 +197,7 @@ def test_a_batch_that_loses_sources_is_computed_in_few_shapes() -> None:
     assert batches == [(7, 8), (6, 8), (5, 8), (4, 4), (3, 4), (2, 2), (1, 1)]
 
 
-def test_a_profile_of_one_size_is_filled_up_with_rows_that_are_nobodys(tmp_path: Path) -> None:
+def test_a_profile_of_one_size_is_padded_with_unused_rows(tmp_path: Path) -> None:
     only = {"batch": 4, "source": 12, "step": 1}
     sizes = {axis: SizeRange(least=size, usual=size, most=size) for axis, size in only.items()}
     profile = Profile(sizes={**sizes, "rows": SizeRange(least=4, usual=8, most=16)})
@@ -208,7 +210,7 @@ def test_a_profile_of_one_size_is_filled_up_with_rows_that_are_nobodys(tmp_path:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_long_prefix_in_calls_that_profiles_take_is_one_in_a_single_call(preset: str) -> None:
+def test_a_long_prefix_split_to_fit_profiles_equals_a_single_call(preset: str) -> None:
     engine = trt_engine(preset)
     tokens = np.random.default_rng(1).integers(3, 64, (2, 37))
     reference = OrtEngine(bundle_of(preset, "standard"), OrtOptions(threads=1))
@@ -225,7 +227,7 @@ def test_a_long_prefix_in_calls_that_profiles_take_is_one_in_a_single_call(prese
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_what_another_decode_left_behind_is_not_read(preset: str) -> None:
+def test_leftovers_of_another_decode_are_not_read(preset: str) -> None:
     engine, device = started(preset)
     first = engine.encode(SOURCE, MASK, Capacity(1, 16))
     expected, used = fed(engine, first, 8), places(first)
@@ -257,7 +259,7 @@ def test_two_decodes_at_once_share_no_memory() -> None:
     assert len(engine.pool) == 0
 
 
-def test_few_memories_wait_and_the_oldest_are_freed() -> None:
+def test_few_memories_are_pooled_and_the_oldest_are_freed() -> None:
     engine, device = started()
     for beams in range(1, MOST_WAITING + 4):
         engine.release(engine.encode(SOURCE, MASK, Capacity(beams, 8)))
@@ -268,7 +270,7 @@ def test_few_memories_wait_and_the_oldest_are_freed() -> None:
     assert (device.leaked, device.pinned_now) == (0, 0)
 
 
-def test_a_result_that_somebody_kept_can_be_read_after_the_engine_is_closed() -> None:
+def test_a_result_that_is_still_referenced_can_be_read_after_the_engine_is_closed() -> None:
     engine, device = started()
     state = engine.encode(SOURCE, MASK, Capacity(1, 8))
     kept = engine.step(np.full((2, 1), 7), state, Want.LOGITS).logits
@@ -280,7 +282,7 @@ def test_a_result_that_somebody_kept_can_be_read_after_the_engine_is_closed() ->
     assert device.pinned_now == 0
 
 
-def test_half_precision_keeps_memory_and_caches_half_as_large_and_says_the_same(tmp_path: Path) -> None:
+def test_half_precision_halves_memory_and_caches_and_gives_the_same_tokens(tmp_path: Path) -> None:
     half = half_of("transformer-tiny")
     bundle = with_plans(half, tmp_path / "bundle")
     device = CpuDevice(bundle)
@@ -316,7 +318,7 @@ def test_what_a_build_writes_is_what_the_engine_reads(tmp_path: Path, monkeypatc
         flavour="tensorrt-rtx", capabilities=("8.6",), profiles=({}, {"batch": ONE, "rows": UP_TO_4})
     )
     bundle = build_engines(tmp_path / "bundle", request, stage=lambda _: None)
-    # Plans are real, and only a GPU can load them: their records, sizes and names are what is tried here.
+    # The plans are real and only a GPU can load them: this tests their records, sizes and names.
     monkeypatch.setattr(CpuDevice, "load", lambda device, path, record: CpuPlan(device, record))
     device = CpuDevice(bundle, GpuIdentity("test GPU", "tensorrt-rtx", rtx.__version__, "8.6"))
     engine, reference = TrtEngine(bundle, device), OrtEngine(half, OrtOptions(threads=1))
@@ -328,7 +330,7 @@ def test_what_a_build_writes_is_what_the_engine_reads(tmp_path: Path, monkeypatc
         decode(engine, [[5]] * 9)
 
 
-def test_of_a_model_with_both_kinds_of_state_only_sums_change_places() -> None:
+def test_only_sums_change_places_in_a_model_with_both_kinds_of_state() -> None:
     spec = replace(plans_of("transformer-tiny").spec, state=(*cache_specs(0, 2, 16), *recurrent_specs(1, 2, 4, 16)))
     device = CpuDevice(plans_of("transformer-tiny"))
     memory = DecodeMemory(device, spec, DecodeMemoryShape(batch=2, source=16, rows_per_source=2))
@@ -348,10 +350,10 @@ def test_of_a_model_with_both_kinds_of_state_only_sums_change_places() -> None:
     assert device.leaked == 0
 
 
-def test_a_state_may_be_given_back_by_a_thread_that_is_in_the_middle_of_a_step() -> None:
+def test_a_state_may_be_released_by_a_thread_in_the_middle_of_a_step() -> None:
     engine, device = started()
     state = engine.encode(SOURCE, MASK, Capacity(1, 8))
-    # As when the garbage collector drops a stream there: nothing may be asked of the device, and nobody waited for.
+    # As when the garbage collector drops a stream there: it must not touch the device or wait for a lock.
     with engine._lock:
         memory = dict(device.memory)
         engine.release(state)
@@ -359,7 +361,7 @@ def test_a_state_may_be_given_back_by_a_thread_that_is_in_the_middle_of_a_step()
     assert len(engine.pool) == 1
 
 
-def test_who_waits_for_a_result_gets_it_before_the_memory_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_that_waits_for_a_result_gets_it_before_the_memory_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, device = started()
     state = engine.encode(SOURCE, MASK, Capacity(1, 8))
     waiting, done = Event(), Event()
@@ -381,13 +383,13 @@ def test_who_waits_for_a_result_gets_it_before_the_memory_is_freed(monkeypatch: 
     assert device.leaked == 0
 
 
-def test_the_device_s_clock_times_the_work_of_each_step_recorded_or_not() -> None:
+def test_the_clock_of_the_device_times_each_step_recorded_or_not() -> None:
     engine, device = started()
     clock = stopwatch_of(engine)
     assert clock is not None
     for _ in range(2):
         times, _ = timed_decode(engine, [np.array(SOURCE[0])], DecodeOptions(max_new_tokens=5), clock)
-        # The test device's clock ticks once a run: the encoder's came before the first mark.
+        # The test device's clock ticks once per run; the encoder's tick came before the first mark.
         assert times.device_steps == (1.0,) * len(times.steps)
     engine.close()
     assert not device.open
