@@ -1,4 +1,4 @@
-"""What an export may choose: alignments, shorter limits, best tokens, licence, tokenizer."""
+"""Choices of an export: alignments, shorter limits, best tokens, licence, tokenizer."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ MASK = SOURCE != 0
 
 
 def alignments(engine: Engine[Any], calls: list[list[list[int]]]) -> list[np.ndarray]:
-    """Return the weights of a call on BOS and of others after it, in which each source has two rows."""
+    """Return the weights of a call on BOS and of later calls with two rows per source."""
     state = engine.encode(SOURCE, MASK, Capacity(2, 16))
     arrays = [np.array(engine.step(np.array([[1], [1]]), state, Want.LOGITS).attention)]
     engine.reorder(state, np.array([0, 0, 1, 1]))
@@ -65,14 +65,14 @@ def test_a_layers_attention_is_the_references_and_never_on_padding(
         np.testing.assert_allclose(array.sum(-1), 1, rtol=0, atol=1e-6)
         assert not array[len(array) // 2 :, ..., 2:].any()
         assert (array[: len(array) // 2] > 0).all()
-    # Heads, positions and the two rows of a source look elsewhere.
+    # Heads, positions and the two rows of a source attend to different places.
     assert np.abs(weights[1][0, 0] - weights[1][0, 1]).max() > 0.01
     assert np.abs(weights[1][0, :, 0] - weights[1][0, :, 1]).max() > 0.01
     assert np.abs(weights[1][0] - weights[1][1]).max() > 0.01
 
 
 @pytest.mark.parametrize(("dialect", "layer", "transposed"), [("ort", 0, False), ("standard", 1, True)])
-def test_an_output_matrix_that_is_no_embedding_is_found_as_the_graph_reads_it(
+def test_an_output_matrix_that_is_not_an_embedding_is_found_as_the_graph_reads_it(
     dialect: Dialect, layer: int, transposed: bool
 ) -> None:
     engine, reference = aligned("plain", dialect, layer)
@@ -133,12 +133,12 @@ def test_copying_in_a_hybrid_model_is_exact(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_the_model_has_not_is_refused_all_at_once(choices: Choices, reasons: str) -> None:
+def test_everything_the_model_lacks_is_refused_at_once(choices: Choices, reasons: str) -> None:
     with pytest.raises(ConfigError, match=f"^the model cannot be exported with these options: {reasons}$"):
         exportable_model(model_with("plain"), choices)
 
 
-def test_the_command_says_in_one_line_what_cannot_be_had_and_writes_nothing(tmp_path: Path) -> None:
+def test_the_command_lists_unavailable_choices_in_one_line_and_writes_nothing(tmp_path: Path) -> None:
     arguments = ["--max-source", "257", "--max-target", "300", "--attention", "2", "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(main, ["export", "fat-tiny", *arguments])
     assert result.exit_code == 1
@@ -150,7 +150,7 @@ def test_the_command_says_in_one_line_what_cannot_be_had_and_writes_nothing(tmp_
 
 
 def words_of(folder: Path, count: int) -> Path:
-    """Write a tokenizer that knows so many words."""
+    """Write a tokenizer with this many words."""
     words = {f"word{index}": index for index in range(count)}
     Tokenizer(WordLevel(words, unk_token="word0")).save(str(folder / "words.json"))
     return folder / "words.json"
@@ -171,7 +171,7 @@ def test_a_tokenizer_that_a_device_could_not_use_is_refused_before_tracing(tmp_p
 
 
 def chosen_on_the_command_line(folder: Path) -> tuple[ReferenceModel, Bundle, dict[str, Any]]:
-    """Export a checkpoint with every choice but the attention; return its model, the bundle and what was printed."""
+    """Export a checkpoint with every choice but the attention; return its model, the bundle and the output."""
     model = tiny({**ONE_LAYER, "max_source": 20, "max_target": 24})
     words_of(folder, 40)
     save_checkpoint(model, folder / "mine", tokenizer=folder / "words.json")

@@ -1,4 +1,4 @@
-"""``fatdeploy export --precision``: one quantized bundle from the command to its record, and what is refused before."""
+"""``fatdeploy export --precision``: one quantized bundle from the command to its record, and what is refused early."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ from tests.support.bundles import bundle_of, model_of, shared_bundle
 from tests.support.choices import tiny
 
 TINY = "transformer-tiny"
-# The longest source is no multiple of WHOLE: it cannot be padded to one.
+# The longest source is not a multiple of SOURCE_MULTIPLE: it cannot be padded to one.
 MOST = 30
 PLAIN: dict[str, Any] = {
     "precision": "fp32",
@@ -55,7 +55,7 @@ def run(*arguments: object) -> Result:
 
 @cache
 def exported() -> tuple[Bundle, dict[str, str]]:
-    """Return a bundle that the command has written, and what it said."""
+    """Return a bundle that the command has written, and its output."""
     options = ("--precision", "int8", "--attention", 1, "--max-source", MOST, "--max-target", 40)
 
     def write(folder: Path) -> None:
@@ -131,7 +131,7 @@ def test_the_stages_are_named_and_both_proofs_are_shown() -> None:
     )
 
 
-def test_the_certificate_says_what_the_gate_found_and_where() -> None:
+def test_the_certificate_records_the_result_of_the_gate_and_the_machine() -> None:
     certificate = certificate_of(exported()[0])
     assert (certificate["precision"], certificate["parity"]["tokens"]) == ("int8", 13 * 40)
     gate = certificate["gate"]
@@ -174,7 +174,7 @@ def test_verify_does_not_compare_a_quantized_bundle_with_the_live_model() -> Non
     assert "against compares the logits of fp32, found int8" in result.stderr
 
 
-def test_a_record_stands_in_the_place_of_an_older_one_of_this_kind_of_cpu(copied: Bundle) -> None:
+def test_a_record_replaces_an_older_one_of_this_kind_of_cpu(copied: Bundle) -> None:
     (before,) = certificate_of(copied)["checked_on"]
     result = run("verify", copied.path, "--record")
     assert result.exit_code == 0, result.stderr
@@ -190,7 +190,7 @@ def test_a_record_is_refused_for_fp32() -> None:
     assert "record is for quantized bundles, found fp32" in result.stderr
 
 
-def test_inspect_shows_how_matrices_are_stored_and_what_the_gate_found() -> None:
+def test_inspect_shows_how_matrices_are_stored_and_the_result_of_the_gate() -> None:
     bundle, _ = exported()
     result = run("inspect", bundle.path)
     assert result.exit_code == 0, result.stderr
@@ -230,7 +230,7 @@ def test_inspect_shows_the_bar_and_every_kind_of_cpu(copied: Bundle) -> None:
 
 
 @pytest.mark.parametrize("damage", [{"gate": {}}, {"checked_on": [{}]}, {"checked_on": 3}])
-def test_inspect_refuses_a_certificate_that_says_half_of_it(copied: Bundle, damage: dict[str, Any]) -> None:
+def test_inspect_refuses_an_incomplete_certificate(copied: Bundle, damage: dict[str, Any]) -> None:
     (copied.path / "parity.json").write_text(json.dumps({**certificate_of(copied), **damage}))
     write_manifest(copied.path, copied.manifest)
     result = run("inspect", copied.path)
@@ -267,7 +267,7 @@ def test_alignments_have_the_width_of_the_source_however_far_it_is_padded() -> N
             assert not mine[1, ..., (length + 1) // 2 :].any()
 
 
-def test_alignments_of_a_decode_have_a_place_for_each_token_of_the_source_also_when_rows_leave() -> None:
+def test_alignments_of_a_decode_cover_each_source_token_even_when_rows_leave() -> None:
     engine, draw = OrtEngine(exported()[0]), np.random.default_rng(1)
     sources = [draw.integers(3, 64, length) for length in (5, 1, 7, 2, MOST)]
     for options in (DecodeOptions(max_new_tokens=9), DecodeOptions(max_new_tokens=9, num_beams=3)):
@@ -284,7 +284,7 @@ def test_alignments_of_a_decode_have_a_place_for_each_token_of_the_source_also_w
 
 
 def refused(*arguments: object) -> str:
-    """Return the one line that an export is refused with, before it began."""
+    """Return the one line of an export that is refused before it begins."""
     result = run("export", *arguments)
     assert (result.exit_code, result.stdout) == (1, "")
     (line,) = result.stderr.splitlines()
@@ -308,7 +308,7 @@ def test_trained_weights_need_real_sources(checkpoint: Path) -> None:
     assert not out.exists()
 
 
-def test_sources_that_the_model_cannot_read_are_told_before_anything_is_traced(checkpoint: Path) -> None:
+def test_sources_that_the_model_cannot_read_are_reported_before_anything_is_traced(checkpoint: Path) -> None:
     out, sources = checkpoint.with_name("out"), checkpoint.with_name("sources.txt")
     sources.write_text("3 4 5\n6 99\n")
     line = refused(checkpoint, "--out", out, "--precision", "int8", "--calibration", sources, "--probes", sources)
@@ -327,7 +327,7 @@ def test_probes_with_some_targets_are_refused_before_anything_is_traced(checkpoi
     )
 
 
-def test_the_metrics_of_the_command_are_those_that_there_are() -> None:
+def test_the_command_offers_every_metric() -> None:
     (option,) = [parameter for parameter in export.params if parameter.name == "metric"]
     assert isinstance(option.type, click.Choice)
     assert set(option.type.choices) == set(METRICS)
@@ -344,7 +344,7 @@ def test_fp32_has_nothing_to_choose(tmp_path: Path) -> None:
     assert line == ("Error: nothing is quantized in fp32 (use --precision int8 or int4): --calibration is for integers")
 
 
-def test_precisions_that_are_none_are_refused_at_once(tmp_path: Path) -> None:
+def test_invalid_precisions_are_refused_together(tmp_path: Path) -> None:
     options = ("--precision-of", "output", "--precision-of", "output=int7", "--precision-of", "ffn*=int8")
     line = refused(TINY, "--out", tmp_path / "out", "--precision", "int8", *options)
     assert line == (
@@ -358,10 +358,10 @@ def test_a_cpu_that_does_not_exist_is_a_usage_error(tmp_path: Path) -> None:
     assert "'riscv' is not one of 'any', 'x86-avx2', 'x86-vnni', 'arm64'" in result.stderr
 
 
-# -- options as what the pipeline takes --------------------------------------------------------------------------------
+# -- options as the pipeline takes them --------------------------------------------------------------------------------
 
 
-def test_options_become_what_is_asked() -> None:
+def test_options_become_a_request() -> None:
     assert precision_of(PLAIN) == "fp32"
     assert precision_of({**PLAIN, "precision": "int8"}) == QuantizeRequest(
         precision="int8", cpu="any", of={}, bar=Bar(0.99, 0.3)
@@ -373,7 +373,7 @@ def test_options_become_what_is_asked() -> None:
     )
 
 
-def test_all_that_is_useless_in_fp32_is_told_at_once() -> None:
+def test_all_options_without_effect_in_fp32_are_reported_at_once() -> None:
     values = {
         "precision_of": ("output=int8",),
         "cpu": "arm64",
@@ -392,13 +392,13 @@ def test_all_that_is_useless_in_fp32_is_told_at_once() -> None:
         precision_of({**PLAIN, **values})
 
 
-def test_precisions_are_read_from_text_and_a_later_one_counts() -> None:
+def test_precisions_are_read_from_text_and_the_last_one_wins() -> None:
     assert precisions_from_text(()) == {}
     precisions = precisions_from_text(("encoder.*=fp32", "output=int4", "a=b=int8", "output=int8"))
     assert precisions == {"encoder.*": "fp32", "output": "int8", "a=b": "int8"}
 
 
 @pytest.mark.parametrize("text", ["output", "=int8", "output=", "output=fp16", "output=INT8", ""])
-def test_a_precision_that_is_none_is_refused(text: str) -> None:
+def test_an_invalid_precision_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=rf"--precision-of refused: '{text}' must be NAME=fp32\|int8\|int4$"):
         precisions_from_text((text,))

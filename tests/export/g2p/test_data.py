@@ -1,4 +1,4 @@
-"""What is read of the dictionary that the bundled model is trained on, and the files of its three parts."""
+"""The dictionary that the bundled model is trained on: which entries are read, and the files of its three parts."""
 
 import re
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_a_missing_dictionary_is_one_line_with_what_to_type(tmp_path: Path, monk
     assert not (tmp_path / "g2p").exists()
 
 
-def test_its_page_names_the_package_and_the_words_that_are_taken() -> None:
+def test_its_page_names_the_package_and_the_words_that_are_used() -> None:
     text = page("docs/g2p.md")
     assert f"pip install {PACKAGE}" in text
     assert f"`{WORD.pattern}`" in text

@@ -1,4 +1,4 @@
-"""A miss is told with its stage, row, step and module; and nothing of the export is left on the disk."""
+"""A miss is reported with its stage, row, step and module, and the export leaves nothing on the disk."""
 
 import re
 from collections.abc import Callable
@@ -24,7 +24,7 @@ SIZES = {"max_source": 12, "max_target": 16}
 
 
 def miss(folder: Path) -> str:
-    """Export a model that must miss; return what is said of it, and look that nothing stays."""
+    """Export a model that must miss; return the message, and check that no files stay."""
     with pytest.raises(ParityFailed) as caught:
         write_bundle(tiny(SIZES), folder / "bundle", origin=Origin(name="wrong"))
     assert not list(folder.iterdir())
@@ -32,7 +32,7 @@ def miss(folder: Path) -> str:
 
 
 def scale_weights(graph: Path, module: str, factor: float) -> None:
-    """Change the matrix that a module of a graph multiplies with, in the file that holds it."""
+    """Change the matrix of a module of a graph, in the file that stores it."""
     proto = read_structure(graph).graph
     node = next(node for node in proto.node if node.name.startswith(f"{module}/") and node.op_type == "MatMul")
     tensor = next(weight for weight in proto.initializer if weight.name in node.input)
@@ -55,9 +55,7 @@ def after(function: Callable[..., Any], spoil: Callable[..., None]) -> Callable[
     return spoiled
 
 
-def test_a_seam_that_a_dialect_says_wrong_is_found_in_its_layer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_a_seam_of_a_dialect_is_found_in_its_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right, calls = dialect_ort.OrtSeams.attend_cached, []
 
     def wrong(*arguments: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -92,7 +90,7 @@ def test_a_simplification_that_changes_a_weight_is_found_in_its_module(
         (ENCODER, "encoder.layers.0.attention.qkv", "in the encoder"),
     ],
 )
-def test_weights_that_are_damaged_on_their_way_to_the_disk_are_found_in_their_module(
+def test_weights_damaged_on_their_way_to_the_disk_are_found_in_their_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, module: str, where: str
 ) -> None:
     spoil = lambda folder: scale_weights(folder / part, module, 1.01)  # noqa: E731
@@ -102,7 +100,7 @@ def test_weights_that_are_damaged_on_their_way_to_the_disk_are_found_in_their_mo
     assert re.search(rf"first tensor to differ is \S+ of {re.escape(module)} \(by .*\), {where}$", message)
 
 
-def test_what_shows_only_while_nobody_looks_at_the_rest_is_found_value_by_value(
+def test_a_difference_that_shows_only_in_single_outputs_is_found_value_by_value(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     names = list("abcdefgh")

@@ -1,4 +1,4 @@
-"""The reference on known tokens, many in one call; and the drawing of probes, which unsafe rows leave early."""
+"""The reference on known tokens, many in one call; and how probes are drawn, where unsafe rows leave early."""
 
 import itertools
 from dataclasses import replace
@@ -51,7 +51,7 @@ def contradiction(model: torch.nn.Module, probe: Probe) -> str:
     return str(caught.value)
 
 
-def test_a_model_that_says_something_else_when_it_reads_many_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_answers_differently_when_it_reads_many_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny({"max_source": 8, "max_target": 48})
     probe = drawn_probe(EagerEngine(model), [3, 8], 48)
     right = model.logits
@@ -70,7 +70,7 @@ def test_a_model_that_says_something_else_when_it_reads_many_tokens_is_refused(m
     )
 
 
-def test_also_the_last_token_must_be_what_it_was() -> None:
+def test_the_last_token_must_match_too() -> None:
     model = tiny({"max_source": 8, "max_target": 48})
     probe = drawn_probe(EagerEngine(model), [3, 8], 48)
     tokens = probe.tokens.copy()
@@ -79,7 +79,7 @@ def test_also_the_last_token_must_be_what_it_was() -> None:
 
 
 def undecided_model() -> torch.nn.Module:
-    """Return a model whose logits are so small that one of six rows keeps clear of the noise for 24 steps."""
+    """Return a model whose logits are so small that only one of six rows stays above the noise for 24 steps."""
     model = tiny({"max_source": 8, "max_target": 40, "tie_embeddings": False})
     with torch.no_grad():
         model.output.weight.mul_(5e-3)
