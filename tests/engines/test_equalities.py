@@ -1,4 +1,4 @@
-"""What holds for every engine: beams, samples, prefixes and shortlists say the same on the reference and on graphs."""
+"""Equalities of every engine: beams, samples, prefixes and shortlists give the same tokens on reference and graphs."""
 
 import numpy as np
 import pytest
@@ -24,9 +24,11 @@ def test_beams_on_graphs_are_the_references_and_each_row_is_as_it_is_alone(prese
     alone = [decode(engine, [source], BEAMS)[0] for source in sources]
     assert_alike(alone, expected)
     assert_alike(decode(engine, sources[::-1], BEAMS)[::-1], expected)
-    # Most differ, so that rows which changed places would be seen; random weights give some sources the same target.
-    assert len({one.tokens for one in expected}) > len(sources) // 2
-    assert any(one.tokens != greedy.tokens for one, greedy in zip(expected, decode(engine, sources), strict=True))
+    # Most targets differ, so swapped rows would show; random weights give some sources the same target.
+    assert len({hypothesis.tokens for hypothesis in expected}) > len(sources) // 2
+    assert any(
+        hypothesis.tokens != greedy.tokens for hypothesis, greedy in zip(expected, decode(engine, sources), strict=True)
+    )
 
 
 @pytest.mark.parametrize("kind", ENGINES)
@@ -38,9 +40,11 @@ def test_searches_agree_with_each_other(preset: str, kind: Kind) -> None:
     assert tokens_of(decode(engine, sources, DecodeOptions(num_beams=1, max_new_tokens=limit, scores=True))) == greedy
     cold = DecodeOptions(sample=True, temperature=1e-5, max_new_tokens=limit)
     assert tokens_of(decode(engine, sources, cold)) == greedy
-    listed = DecodeOptions(shortlist=sorted({token for one in greedy for token in one[0]}), max_new_tokens=limit)
+    listed = DecodeOptions(
+        shortlist=sorted({token for sequences in greedy for token in sequences[0]}), max_new_tokens=limit
+    )
     assert tokens_of(decode(engine, sources, listed)) == greedy
-    # What greedy begins with, forced in one call, is followed by what greedy goes on with.
+    # If the beginning of a greedy target is forced in one call, the rest of it follows.
     for source, [tokens] in zip(sources, greedy, strict=True):
         prefix = tokens[: len(tokens) // 2]
         rest = DecodeOptions(prefix=prefix, max_new_tokens=limit - len(prefix))
@@ -55,7 +59,7 @@ def test_samples_are_the_same_on_every_engine_and_in_every_batch(preset: str, ki
     engine = engine_of(preset, kind)
     assert tokens_of(decode(engine, sources, SAMPLES)) == expected
     assert [tokens_of(decode(engine, [source], SAMPLES))[0] for source in sources] == expected
-    assert any(one[0] != one[1] for one in expected)
+    assert any(samples[0] != samples[1] for samples in expected)
 
 
 def test_a_standard_graph_finds_the_same_beams() -> None:
@@ -74,6 +78,6 @@ def test_controls_change_graphs_and_reference_alike(kind: Kind) -> None:
     )
     expected = decode(engine_of(preset, "eager"), sources, options)
     assert_alike(decode(engine_of(preset, kind), sources, options), expected)
-    for one in expected:
-        windows = np.lib.stride_tricks.sliding_window_view(np.array(one.tokens), 3).tolist()
+    for hypothesis in expected:
+        windows = np.lib.stride_tricks.sliding_window_view(np.array(hypothesis.tokens), 3).tolist()
         assert len(windows) == len({tuple(window) for window in windows})

@@ -1,4 +1,4 @@
-"""Rows of the output matrix: those that the logits are made with, from the weights file and from the reference."""
+"""Rows of the output matrix, from the weights file and from the reference: hidden states times them are the logits."""
 
 import json
 import shutil
@@ -38,14 +38,14 @@ def test_hidden_states_times_the_output_rows_of_the_reference_are_its_logits(cha
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_bundle_has_the_references_output_rows(preset: str) -> None:
     ids = np.array([60, 2, 17])
-    found, expected = (
+    rows, expected = (
         engine.output_rows(ids)
         for engine in (OrtEngine(bundle_of(f"{preset}-tiny")), EagerEngine(model_of(f"{preset}-tiny")))
     )
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(rows, expected)
 
 
-def test_logits_with_copying_are_no_product() -> None:
+def test_logits_with_copying_are_not_a_product() -> None:
     assert EagerEngine(tiny({"copy": True})).output_rows(np.array([3])) is None
 
 
@@ -58,7 +58,7 @@ def test_logits_with_copying_are_no_product() -> None:
         (np.array([3.0]), r"ids must be int64 \[n\], found float64 \[1\]"),
     ],
 )
-def test_ids_that_are_none_are_refused(ids: np.ndarray, reason: str) -> None:
+def test_invalid_ids_are_refused(ids: np.ndarray, reason: str) -> None:
     for engine in (OrtEngine(bundle_of("fat-tiny")), EagerEngine(model_of("fat-tiny"))):
         with pytest.raises(SpecMismatch, match=f"^output rows refused: {reason}$"):
             engine.output_rows(ids)

@@ -1,4 +1,4 @@
-"""Rows that change places: all of them right, none copied for nothing, one row beside them enough for any circle."""
+"""Rows that change places: all end up right, none is copied needlessly, and one spare row is enough for any cycle."""
 
 import pytest
 from hypothesis import given
@@ -23,7 +23,7 @@ def test_every_row_holds_what_its_parent_held_and_only_rows_that_change_are_copi
 
 
 @given(st.permutations(range(8)))
-def test_a_circle_costs_one_copy_more(parents: list[int]) -> None:
+def test_a_cycle_costs_one_extra_copy(parents: list[int]) -> None:
     assert moved(list(parents), 8) == list(parents)
     circles, seen = 0, set()
     for row in range(8):
@@ -47,5 +47,5 @@ def test_a_circle_costs_one_copy_more(parents: list[int]) -> None:
     ],
     ids=str,
 )
-def test_copies_stand_in_an_order_in_which_nothing_is_lost(parents: list[int], expected: list[tuple[int, int]]) -> None:
+def test_copies_are_ordered_so_that_no_row_is_lost(parents: list[int], expected: list[tuple[int, int]]) -> None:
     assert planned_moves(parents) == expected

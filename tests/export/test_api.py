@@ -41,7 +41,7 @@ def test_a_model_itself_is_exported_with_its_choices(tmp_path: Path) -> None:
         ({"engines": False}, "no engines are built for ort-cpu: say --target tensorrt or tensorrt-rtx"),
     ],
 )
-def test_what_does_not_go_together_is_refused_before_anything_is_traced(
+def test_unsupported_choices_are_refused_before_anything_is_traced(
     options: dict[str, object], reason: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=reason):

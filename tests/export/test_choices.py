@@ -1,4 +1,4 @@
-"""What an export may choose: alignments, shorter limits, best tokens, licence, tokenizer."""
+"""Choices of an export: alignments, shorter limits, best tokens, licence, tokenizer."""
 
 import json
 from pathlib import Path
@@ -39,11 +39,11 @@ MASK = SOURCE != 0
 
 
 def alignments(engine: Engine[Any], calls: list[list[list[int]]]) -> list[np.ndarray]:
-    """Return the weights of a call on BOS and of others after it, in which each source has two rows."""
+    """Return the weights of a call on BOS and of later calls with two rows per source."""
     state = engine.encode(SOURCE, MASK, Capacity(2, 16))
-    found = [np.array(engine.step(np.array([[1], [1]]), state, Want.LOGITS).attention)]
+    arrays = [np.array(engine.step(np.array([[1], [1]]), state, Want.LOGITS).attention)]
     engine.reorder(state, np.array([0, 0, 1, 1]))
-    return [*found, *(np.array(engine.step(np.array(call), state, Want.HIDDEN).attention) for call in calls)]
+    return [*arrays, *(np.array(engine.step(np.array(call), state, Want.HIDDEN).attention) for call in calls)]
 
 
 @pytest.mark.parametrize(
@@ -58,21 +58,21 @@ def test_a_layers_attention_is_the_references_and_never_on_padding(
         bundle = with_plans(engine._bundle, tmp_path / "plans")
         engine = TrtEngine(bundle, CpuDevice(bundle))
     calls = [[[3, 4], [5, 6], [7, 8], [9, 10]], [[50], [51], [52], [53]]]
-    found, expected = alignments(engine, calls), alignments(reference, calls)
-    assert [one.shape for one in found] == [(2, 2, 1, 5), (4, 2, 2, 5), (4, 2, 1, 5)]
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
-        np.testing.assert_allclose(one.sum(-1), 1, rtol=0, atol=1e-6)
-        assert not one[len(one) // 2 :, ..., 2:].any()
-        assert (one[: len(one) // 2] > 0).all()
-    # Heads, positions and the two rows of a source look elsewhere.
-    assert np.abs(found[1][0, 0] - found[1][0, 1]).max() > 0.01
-    assert np.abs(found[1][0, :, 0] - found[1][0, :, 1]).max() > 0.01
-    assert np.abs(found[1][0] - found[1][1]).max() > 0.01
+    weights, expected = alignments(engine, calls), alignments(reference, calls)
+    assert [array.shape for array in weights] == [(2, 2, 1, 5), (4, 2, 2, 5), (4, 2, 1, 5)]
+    for array, expected_array in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(array, expected_array, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(array.sum(-1), 1, rtol=0, atol=1e-6)
+        assert not array[len(array) // 2 :, ..., 2:].any()
+        assert (array[: len(array) // 2] > 0).all()
+    # Heads, positions and the two rows of a source attend to different places.
+    assert np.abs(weights[1][0, 0] - weights[1][0, 1]).max() > 0.01
+    assert np.abs(weights[1][0, :, 0] - weights[1][0, :, 1]).max() > 0.01
+    assert np.abs(weights[1][0] - weights[1][1]).max() > 0.01
 
 
 @pytest.mark.parametrize(("dialect", "layer", "transposed"), [("ort", 0, False), ("standard", 1, True)])
-def test_an_output_matrix_that_is_no_embedding_is_found_as_the_graph_reads_it(
+def test_an_output_matrix_that_is_not_an_embedding_is_found_as_the_graph_reads_it(
     dialect: Dialect, layer: int, transposed: bool
 ) -> None:
     engine, reference = aligned("plain", dialect, layer)
@@ -88,20 +88,20 @@ def test_attention_is_zero_where_the_gate_is_closed_whether_all_rows_skip_or_som
     engine, reference = aligned("hybrid", dialect, 0)
     rare, frequent, own = 60, 7, 20
     calls = [[[rare]] * 4, [[rare], [frequent], [rare], [own]], [[frequent, rare]] * 4]
-    found, expected = alignments(engine, calls), alignments(reference, calls)
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
-    totals = [np.round(one.sum(-1)[:, 0], 5).tolist() for one in found]  # [R, t] of the first head
+    weights, expected = alignments(engine, calls), alignments(reference, calls)
+    for array, expected_array in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(array, expected_array, rtol=0, atol=1e-5)
+    totals = [np.round(array.sum(-1)[:, 0], 5).tolist() for array in weights]  # [R, t] of the first head
     assert totals == [[[1]] * 2, [[0]] * 4, [[0], [1], [0], [1]], [[1, 0]] * 4]
 
 
 def same_tokens(engine: Engine[Any], reference: Engine[Any], longest: int) -> list[Hypothesis]:
     draw = np.random.default_rng(2)
     sources = [draw.integers(3, 64, length).tolist() for length in (1, 2, 7, longest, longest - 1)]
-    found = decode(engine, sources)
-    assert found == decode(reference, sources)
-    assert len({one.tokens for one in found}) == len(sources)
-    return found
+    hypotheses = decode(engine, sources)
+    assert hypotheses == decode(reference, sources)
+    assert len({hypothesis.tokens for hypothesis in hypotheses}) == len(sources)
+    return hypotheses
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -115,8 +115,8 @@ def test_copying_goes_together_with_the_attention_of_another_layer(dialect: Dial
 def test_copying_in_a_hybrid_model_is_exact(tmp_path: Path) -> None:
     model = tiny({**HYBRID, **ONE_LAYER})
     bundle = write_bundle(model, tmp_path / "bundle", origin=Origin(name="hybrid"))
-    found = same_tokens(OrtEngine(bundle), EagerEngine(model), longest=40)
-    assert all(one.tokens for one in found)
+    hypotheses = same_tokens(OrtEngine(bundle), EagerEngine(model), longest=40)
+    assert all(hypothesis.tokens for hypothesis in hypotheses)
 
 
 @pytest.mark.parametrize(
@@ -133,12 +133,12 @@ def test_copying_in_a_hybrid_model_is_exact(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_the_model_has_not_is_refused_all_at_once(choices: Choices, reasons: str) -> None:
+def test_everything_the_model_lacks_is_refused_at_once(choices: Choices, reasons: str) -> None:
     with pytest.raises(ConfigError, match=f"^the model cannot be exported with these options: {reasons}$"):
         exportable_model(model_with("plain"), choices)
 
 
-def test_the_command_says_in_one_line_what_cannot_be_had_and_writes_nothing(tmp_path: Path) -> None:
+def test_the_command_lists_unavailable_choices_in_one_line_and_writes_nothing(tmp_path: Path) -> None:
     arguments = ["--max-source", "257", "--max-target", "300", "--attention", "2", "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(main, ["export", "fat-tiny", *arguments])
     assert result.exit_code == 1
@@ -150,7 +150,7 @@ def test_the_command_says_in_one_line_what_cannot_be_had_and_writes_nothing(tmp_
 
 
 def words_of(folder: Path, count: int) -> Path:
-    """Write a tokenizer that knows so many words."""
+    """Write a tokenizer with this many words."""
     words = {f"word{index}": index for index in range(count)}
     Tokenizer(WordLevel(words, unk_token="word0")).save(str(folder / "words.json"))
     return folder / "words.json"
@@ -171,7 +171,7 @@ def test_a_tokenizer_that_a_device_could_not_use_is_refused_before_tracing(tmp_p
 
 
 def chosen_on_the_command_line(folder: Path) -> tuple[ReferenceModel, Bundle, dict[str, Any]]:
-    """Export a checkpoint with every choice but the attention; return its model, the bundle and what was printed."""
+    """Export a checkpoint with every choice but the attention; return its model, the bundle and the output."""
     model = tiny({**ONE_LAYER, "max_source": 20, "max_target": 24})
     words_of(folder, 40)
     save_checkpoint(model, folder / "mine", tokenizer=folder / "words.json")
@@ -193,16 +193,18 @@ def test_a_checkpoint_is_exported_with_shorter_limits_its_tokenizer_and_its_lice
     assert (printed["agreement"]["tokens"], printed["agreement"]["ties"]) == (130, 0)
     check_limits(OrtEngine(bundle), model)
     shapes = {
-        one.name: [dim.dim_param or dim.dim_value for dim in one.type.tensor_type.shape.dim]
-        for one in onnx.load(bundle.file(DECODER), load_external_data=False).graph.input
+        tensor.name: [dim.dim_param or dim.dim_value for dim in tensor.type.tensor_type.shape.dim]
+        for tensor in onnx.load(bundle.file(DECODER), load_external_data=False).graph.input
     }
     assert shapes["past.keys.0"] == ["rows", 2, 10, 16]
 
 
 def check_limits(engine: OrtEngine, model: ReferenceModel) -> None:
-    found = same_tokens(engine, EagerEngine(exportable_model(model, Choices(max_source=8, max_target=10))), longest=8)
-    assert {len(one.tokens) for one in found if one.finish == "length"} == {10}
-    assert max(len(one.tokens) for one in found if one.finish == "eos") < 10
+    hypotheses = same_tokens(
+        engine, EagerEngine(exportable_model(model, Choices(max_source=8, max_target=10))), longest=8
+    )
+    assert {len(hypothesis.tokens) for hypothesis in hypotheses if hypothesis.finish == "length"} == {10}
+    assert max(len(hypothesis.tokens) for hypothesis in hypotheses if hypothesis.finish == "eos") < 10
     with pytest.raises(SpecMismatch, match="source 0: has 9 tokens, more than max_source = 8"):
         decode(engine, [list(range(3, 12))])
     with pytest.raises(ConfigError, match=r"max_new_tokens must lie in 1…10 \(the model's max_target\), found 11"):
@@ -218,10 +220,10 @@ def test_the_length_head_is_cut_to_the_targets_that_are_left(tmp_path: Path) -> 
     engine, reference = OrtEngine(bundle), EagerEngine(exportable)
     source = np.random.default_rng(3).integers(3, 64, (4, 9))
     cut, whole = (
-        one.length_log_probs(one.encode(source, np.ones_like(source, bool), Capacity(1, 6)))
-        for one in (engine, EagerEngine(model))
+        backend.length_log_probs(backend.encode(source, np.ones_like(source, bool), Capacity(1, 6)))
+        for backend in (engine, EagerEngine(model))
     )
     assert (cut.shape, whole.shape) == ((4, 6), (4, 24))
     np.testing.assert_allclose(cut, whole[:, :6], rtol=0, atol=1e-5)
-    found = same_tokens(engine, reference, longest=16)
-    assert max(len(one.tokens) for one in found) <= 6
+    hypotheses = same_tokens(engine, reference, longest=16)
+    assert max(len(hypothesis.tokens) for hypothesis in hypotheses) <= 6

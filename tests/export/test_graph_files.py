@@ -1,4 +1,4 @@
-"""Graphs larger than one protobuf message may be: the limit is lowered, so that a tiny model is such a graph."""
+"""Graphs above the size limit of a protobuf message: the limit is lowered so that a tiny model exceeds it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Exported bundles for tests: each configuration is exported once a run, by whichever process asks first."""
+"""Exported bundles for tests: each configuration is exported once per run, by whichever process needs it first."""
 
 import fcntl
 import os
@@ -12,9 +12,9 @@ from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.weights import model_from_preset
 from fatdeploy.targets import Dialect, HalfPrecision, Target
 
-# Bundles of these are the same but for the dialect of their graphs.
+# Bundles of these targets differ only in the dialect of their graphs.
 TARGETS: dict[Dialect, Target] = {"ort": "ort-cpu", "standard": "onnx"}
-# The variable that names the folder which all test processes of a run share.
+# The environment variable with the folder that all test processes of a run share.
 SHARED = "FATDEPLOY_TEST_BUNDLES"
 
 
@@ -45,7 +45,7 @@ def half_of(preset: str, precision: HalfPrecision = "fp16") -> Bundle:
 
 
 def shared_bundle(name: str, write: Callable[[Path], object]) -> Bundle:
-    """Return the bundle of a name, which ``write`` makes in a folder if no process of this run has made it yet."""
+    """Return the bundle with this name; ``write`` makes it unless a process of this run already has."""
     folder = Path(os.environ[SHARED]) / name
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

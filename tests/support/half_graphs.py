@@ -19,7 +19,7 @@ Shape = list[int | str | None]
 
 
 def node(op: str, inputs: str, outputs: str, **attributes: Any) -> onnx.NodeProto:
-    """Return a node named after its first output; names are separated by blanks, `-` is an input left out."""
+    """Return a node named after its first output; names are separated by spaces, `-` is an omitted input."""
     names = ["" if name == "-" else name for name in inputs.split()]
     return helper.make_node(op, names, outputs.split(), name=f"part/{outputs.split()[0]}", **attributes)
 

@@ -61,7 +61,7 @@ def _t5() -> PreTrainedModel:
 
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {"marian": _marian, "bart": _bart, "t5": _t5}
-# Of the first few seeds, those whose targets end at the most different lengths.
+# The seeds, among the first few, whose targets end at the most different lengths.
 SEEDS = {"marian": 2, "bart": 4, "t5": 3}
 
 

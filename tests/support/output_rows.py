@@ -1,4 +1,4 @@
-"""The one thing that output rows must be, for every engine: what makes the engine's logits of its hidden state."""
+"""The contract of output rows for every engine: the hidden state times them gives the engine's logits."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ SOURCE = np.array([[5, 6, 7, 8], [9, 4, 0, 0]])
 
 
 def check_output_rows(engine: Engine[Any]) -> None:
-    """Check that hidden states times all output rows are the logits, and that some rows are those of all."""
+    """Check that hidden states times all output rows are the logits, and that single rows equal those of all."""
     every = engine.output_rows(np.arange(engine.spec.vocab_size))
     assert every is not None
     assert (every.dtype, every.shape) == (np.float32, (engine.spec.vocab_size, engine.spec.width))

@@ -1,4 +1,4 @@
-"""The README and the pages of docs, taken apart for tests: blocks of code, commands, links, anchors."""
+"""The README and the pages of docs, parsed for tests: blocks of code, commands, links, anchors."""
 
 import re
 import shlex
@@ -12,7 +12,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code, and where it stands."""
+    """A block of code and its place."""
 
     page: Path
     line: int
@@ -28,7 +28,7 @@ def page(name: str) -> str:
 
 
 def section(name: str, title: str) -> str:
-    """Return what stands below a heading, up to the next of the same level."""
+    """Return the text below a heading, up to the next heading of the same level."""
     return page(name).partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 

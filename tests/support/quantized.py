@@ -1,4 +1,4 @@
-"""Quantized bundles for tests, made of the bundles that other tests share: nothing is traced again."""
+"""Quantized bundles for tests, made from the bundles that other tests share: nothing is traced again."""
 
 from dataclasses import replace
 from functools import cache
@@ -22,12 +22,12 @@ from tests.support.words import g2p_bundle
 
 
 def quantizer_of(preset: str, request: QuantizeRequest) -> Quantizer:
-    """Return what quantizes a preset with random weights."""
+    """Return the quantizer of a preset with random weights."""
     return quantizer_from(bundle_of(preset), exportable_model(model_of(preset)), request)
 
 
 def quantizer_from(plain: Bundle, exportable: Exportable, request: QuantizeRequest) -> Quantizer:
-    """Return what quantizes a bundle that was exported from a model."""
+    """Return the quantizer of a bundle that was exported from a model."""
     return Quantizer(
         exportable,
         {part: plain.path / part for part in (ENCODER, DECODER)},
@@ -54,7 +54,7 @@ def quantized_of(preset: str, precision: Integers, cpu: CpuClass = "any") -> Bun
 
 @cache
 def quantized_g2p(precision: Integers) -> Bundle:
-    """Return the bundled model with integers for matrices; the two that 4 bits cost most have 8."""
+    """Return the bundled model with integers for matrices; the two that lose most with 4 bits have 8."""
     model, origin = model_from_source(NAME)
     plain, tokenizer = g2p_bundle(), tokenizer_from_file(CHECKPOINT / "tokenizer.json")
     calibration, probes = (examples_from_file(path, plain.spec, tokenizer) for path in (CALIBRATION, G2P_PROBES))

@@ -1,4 +1,4 @@
-"""A command as one sees it on a terminal."""
+"""Commands run on a terminal."""
 
 import os
 import pty
@@ -21,7 +21,7 @@ def on_a_terminal(*arguments: str) -> tuple[str, str]:
     try:
         while part := os.read(ours, 4096):
             shown += part
-    except OSError:  # how Linux says that nobody writes to a terminal any more
+    except OSError:  # on Linux: the terminal has no writer any more
         pass
     os.close(ours)
     return out, shown.decode()

@@ -22,13 +22,13 @@ def spelled(count: int, seed: int = 0, longest: int = 4) -> list[Pair]:
 
 
 def parts(count: int = 320) -> Parts:
-    """Return pairs of which one in ten is for validation."""
+    """Return pairs, a tenth of them for validation."""
     pairs, apart = spelled(count), count // 10
     return Parts(part_of(pairs[apart:], "train.tsv"), part_of(pairs[:apart], "validation.tsv"))
 
 
 def part_of(pairs: list[Pair], path: str) -> DataPart:
-    """Return pairs as if a file had them."""
+    """Return pairs as if they were read from a file."""
     return DataPart(Path(path), pairs, range(1, len(pairs) + 1))
 
 
@@ -45,9 +45,9 @@ def plan(preset: str = "fat-tiny", changes: dict[str, Any] | None = None, **sett
     )
 
 
-def trained(folder: Path, one: TrainingPlan, data: Parts | None = None) -> Training:
-    """Return a training that is over."""
-    training = Training(one, data or parts(), folder, resume=False)
+def trained(folder: Path, training_plan: TrainingPlan, data: Parts | None = None) -> Training:
+    """Return a finished training."""
+    training = Training(training_plan, data or parts(), folder, resume=False)
     for _ in training.events():
         pass
     training.finish()

@@ -23,10 +23,10 @@ def parts() -> dict[str, list[tuple[str, str]]]:
 @cache
 def references() -> dict[str, list[str]]:
     """Return the words of the test part with their pronunciations."""
-    found: dict[str, list[str]] = {}
+    pronunciations: dict[str, list[str]] = {}
     for word, phonemes in parts()["test"]:
-        found.setdefault(word, []).append(phonemes)
-    return found
+        pronunciations.setdefault(word, []).append(phonemes)
+    return pronunciations
 
 
 @cache

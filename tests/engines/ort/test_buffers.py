@@ -1,4 +1,4 @@
-"""State buffers that are used again: the same memory, the same answers, never two decodes in one."""
+"""Reused state buffers: the same memory, the same results, and never two decodes in one buffer."""
 
 import numpy as np
 import pytest
@@ -39,8 +39,8 @@ def test_the_next_decode_of_the_same_shape_has_the_same_buffers_and_the_same_num
 def test_two_decodes_at_once_share_no_buffer(preset: str) -> None:
     engine = OrtEngine(bundle_of(preset))
     engine.release(engine.encode(SOURCE, MASK, Capacity(1, 8)))
-    one, other = (engine.encode(SOURCE, MASK, Capacity(1, 8)) for _ in range(2))
-    assert not set(places(one)) & set(places(other))
+    state, other_state = (engine.encode(SOURCE, MASK, Capacity(1, 8)) for _ in range(2))
+    assert not set(places(state)) & set(places(other_state))
     assert len(engine.pool) == 0
 
 
@@ -55,15 +55,15 @@ def test_another_shape_gets_buffers_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("preset", "dialect"), [("transformer-tiny", "ort"), ("transformer-tiny", "standard"), ("fat-tiny", "ort")]
 )
-def test_numbers_that_are_none_do_not_reach_the_next_decode(preset: str, dialect: str) -> None:
+def test_nans_do_not_reach_the_next_decode(preset: str, dialect: str) -> None:
     engine, options = OrtEngine(bundle_of(preset, dialect)), DecodeOptions(max_new_tokens=8)
     expected = decode(engine, SOURCE.tolist(), options)
     spoilt = engine.encode(SOURCE, MASK, Capacity(1, 8))
     used = places(spoilt)
     fed(engine, spoilt, 8)
-    for one, *arrays in zip(engine.spec.state, *spoilt.arrays, strict=True):
+    for tensor, *arrays in zip(engine.spec.state, *spoilt.arrays, strict=True):
         for array in arrays:
-            array[(slice(None), slice(None), slice(8))[: array.ndim] if one.kind == "cache" else ...] = np.nan
+            array[(slice(None), slice(None), slice(8))[: array.ndim] if tensor.kind == "cache" else ...] = np.nan
     engine.release(spoilt)
     assert decode(engine, SOURCE.tolist(), options) == expected
     assert places(engine.encode(SOURCE, MASK, Capacity(1, 8))) == used
@@ -74,7 +74,7 @@ def bindings(state: OrtState) -> list[int]:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_bindings_are_used_again_with_the_sources_and_results_of_another_decode(preset: str) -> None:
+def test_bindings_are_reused_with_the_sources_and_results_of_another_decode(preset: str) -> None:
     engine, fresh = OrtEngine(bundle_of(preset)), OrtEngine(bundle_of(preset))
     first = engine.encode(SOURCE, MASK, Capacity(2, 8))
     fed(engine, first)
@@ -83,24 +83,24 @@ def test_bindings_are_used_again_with_the_sources_and_results_of_another_decode(
     engine.step(np.full((4, 1), 7), first, Want.LOGITS)
     grown = bindings(first)
     engine.release(first)
-    # Longer sources, one of them padded: of what was bound only the state, which has the same shape, stays.
+    # Longer sources, one of them padded: only the state keeps its binding, because its shape is the same.
     source, mask = np.array([[9, 8, 7, 6, 5], [4, 5, 0, 0, 0]]), np.arange(5) < np.array([[5], [2]])
-    states = [one.encode(source, mask, Capacity(2, 8)) for one in (engine, fresh)]
-    found, expected = (fed(one, state) for one, state in zip((engine, fresh), states, strict=True))
-    np.testing.assert_array_equal(found, expected)
+    states = [backend.encode(source, mask, Capacity(2, 8)) for backend in (engine, fresh)]
+    logits, expected = (fed(backend, state) for backend, state in zip((engine, fresh), states, strict=True))
+    np.testing.assert_array_equal(logits, expected)
     assert bindings(states[0]) == used
-    for one, state in zip((engine, fresh), states, strict=True):
-        one.reorder(state, np.array([0, 0, 1, 1]))
-    found, expected = (
-        np.array(one.step(np.full((4, 1), 7), state, Want.LOGITS).logits)
-        for one, state in zip((engine, fresh), states, strict=True)
+    for backend, state in zip((engine, fresh), states, strict=True):
+        backend.reorder(state, np.array([0, 0, 1, 1]))
+    logits, expected = (
+        np.array(backend.step(np.full((4, 1), 7), state, Want.LOGITS).logits)
+        for backend, state in zip((engine, fresh), states, strict=True)
     )
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(logits, expected)
     assert bindings(states[0]) == grown
     assert not {*grown} & {*used}
 
 
-def test_bindings_of_large_sources_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bindings_of_large_sources_are_not_pooled(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = OrtEngine(bundle_of("transformer-tiny"))
     for most, kept in ((2**18, 1), (1800, 0)):
         monkeypatch.setattr(ort, "MOST_HELD_BYTES", most)
@@ -112,7 +112,7 @@ def test_bindings_of_large_sources_do_not_wait(monkeypatch: pytest.MonkeyPatch) 
         buffers.bound.clear()
 
 
-def test_bindings_of_a_few_shapes_wait_the_oldest_go_first() -> None:
+def test_bindings_of_a_few_shapes_are_pooled_and_the_oldest_go_first() -> None:
     engine = OrtEngine(bundle_of("transformer-tiny"))
     for steps in (1, 2, 3, 4, 1, 5, 6):
         state = engine.encode(SOURCE, MASK, Capacity(1, 8))
@@ -122,7 +122,7 @@ def test_bindings_of_a_few_shapes_wait_the_oldest_go_first() -> None:
     assert list(buffers.bound) == [(2, steps, Want.LOGITS) for steps in (4, 1, 5, 6)]
 
 
-def test_a_result_that_somebody_kept_is_not_written_over_after_the_release() -> None:
+def test_a_result_that_is_still_referenced_is_not_overwritten_after_the_release() -> None:
     engine = OrtEngine(bundle_of("transformer-tiny"))
     state = engine.encode(SOURCE, MASK, Capacity(1, 8))
     kept = engine.step(np.full((2, 1), 7), state, Want.LOGITS).logits
@@ -149,7 +149,7 @@ def test_a_released_state_cannot_be_used_again(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_state_that_was_reordered_goes_back_with_all_rows_that_it_might_have_had(preset: str) -> None:
+def test_a_reordered_state_returns_all_rows_it_was_allocated_for(preset: str) -> None:
     engine = OrtEngine(bundle_of(preset))
     state = engine.encode(SOURCE, MASK, Capacity(2, 8))
     used = places(state)
@@ -162,7 +162,7 @@ def test_a_state_that_was_reordered_goes_back_with_all_rows_that_it_might_have_h
     assert not any(array.any() for arrays in state.arrays for array in arrays)
 
 
-def test_few_buffers_wait_and_the_oldest_go_first() -> None:
+def test_few_buffers_are_pooled_and_the_oldest_go_first() -> None:
     pool = BufferPool()
     for rows in range(1, MOST_WAITING + 3):
         pool.give(Buffers([[np.zeros((rows, 2))]]))
@@ -180,7 +180,7 @@ def test_the_garbage_collector_may_give_buffers_back_while_its_thread_takes_some
     pool.give(Buffers([[np.zeros((1, 2))]]))
 
     class Collected(np.ndarray):
-        """Whoever looks at its shape sets off what a collection would: a dropped stream's buffers come back."""
+        """Reading its shape does what a garbage collection would: it returns the buffers of a dropped stream."""
 
         @property
         def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -188,9 +188,9 @@ def test_the_garbage_collector_may_give_buffers_back_while_its_thread_takes_some
             return (9, 9)
 
     pool.give(Buffers([[np.zeros((2, 2)).view(Collected)]]))
-    found = pool.take([(1, 2)])
-    assert found is not None
-    assert found.sets[0][0].shape == (1, 2)
+    buffers = pool.take([(1, 2)])
+    assert buffers is not None
+    assert buffers.sets[0][0].shape == (1, 2)
     assert pool.take([(3, 2)]) is not None
 
 

@@ -1,4 +1,4 @@
-"""Bundles for onnxruntime's CUDA provider: right for any number of tokens and rows, by ops whose schemas they fit."""
+"""Bundles for onnxruntime's CUDA provider: right for any number of tokens and rows, with ops that fit their schemas."""
 
 import json
 from functools import cache
@@ -37,12 +37,12 @@ from tests.support.cuda_half import TINY, half, written
 from tests.support.devices.counting import on_device
 from tests.support.engines.equalities import BEAMS, assert_alike, sources_of
 
-SCHEMAS = {one.name: one for one in get_all_operator_schema() if one.domain == "com.microsoft"}
+SCHEMAS = {schema.name: schema for schema in get_all_operator_schema() if schema.domain == "com.microsoft"}
 
 
 @cache
 def grouped() -> Bundle:
-    """Return the graphs of fp16 in fp32, which CUDA has no kernels for but the CPU has: their numbers can be compared.
+    """Return the fp16 graphs in fp32: only the CPU has kernels for them, so their numbers can be compared.
 
     They pass the same proof as every fp32 bundle when they are written: each token, each logit, each row alone.
     """
@@ -56,7 +56,7 @@ def grouped() -> Bundle:
 
 
 def nodes_of(bundle: Bundle, part: str = DECODER) -> list[onnx.NodeProto]:
-    return [node for one in graphs_of(read_structure(bundle.file(part)).graph) for node in one.node]
+    return [node for graph in graphs_of(read_structure(bundle.file(part)).graph) for node in graph.node]
 
 
 @pytest.mark.parametrize("placed", [OrtEngine, on_device])
@@ -70,31 +70,31 @@ def test_grouped_attention_gives_the_references_tokens_beams_and_prefixes(placed
 
 
 def test_calls_of_one_and_of_several_tokens_follow_each_other_in_any_order() -> None:
-    # What the grouped op alone refuses: several tokens after a past, for several rows.
+    # The grouped op alone refuses this: several tokens after a past, for several rows.
     engines = OrtEngine(grouped()), EagerEngine(model_of(TINY))
     source, mask = np.array([[5, 6, 7], [8, 9, 2]]), np.array([[True] * 3, [True, True, False]])
     states = [engine.encode(source, mask, Capacity(1, 16)) for engine in engines]
     draw = np.random.default_rng(3)
     for steps in (1, 3, 1, 1, 4, 2, 1):
         tokens = draw.integers(3, 64, (2, steps))
-        found, expected = (
+        logits, expected = (
             engine.step(tokens, state, Want.LOGITS).logits for engine, state in zip(engines, states, strict=True)
         )
         assert expected is not None
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * max(1.0, float(np.abs(expected).max())))
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * max(1.0, float(np.abs(expected).max())))
 
 
 def test_in_fp16_one_token_is_one_op_and_several_are_standard_ops() -> None:
     histogram = half().manifest.histograms[DECODER]["half"]
     assert histogram["GroupQueryAttention"] == 2
     assert histogram["TensorScatter"] == 4
-    # Cross-attention alone: with a past, cuDNN's kernel would take the cache's length for that of what is written.
+    # Cross-attention only: with a past, cuDNN's kernel would read the whole cache, not only its written part.
     assert [bool(node.input[6:8]) for node in nodes_of(half()) if node.op_type == "MultiHeadAttention"] == [False] * 2
 
 
 def test_fp32_is_traced_as_for_the_cpu_and_proved_token_by_token_there() -> None:
     assert decoder_seams(TARGETS["ort-cuda"], "fp32") is decoder_seams(TARGETS["ort-cpu"], "fp32") is None
-    # Encoders have no caches, and are the CPU's whatever the decoder is.
+    # Encoders have no caches, so they are the same as for the CPU whatever the decoder is.
     assert grouped().file(ENCODER).read_bytes() == bundle_of(TINY).file(ENCODER).read_bytes()
     certificate = json.loads(grouped().file(PARITY).read_text())
     assert (grouped().manifest.target, certificate["engine"]) == ("ort-cuda", "onnxruntime CPU")
@@ -102,7 +102,7 @@ def test_fp32_is_traced_as_for_the_cpu_and_proved_token_by_token_there() -> None
     assert certificate["cuda"]["executed"].startswith("no GPU ran anything")
 
 
-def test_the_certificate_of_fp16_says_what_was_executed_where() -> None:
+def test_the_fp16_certificate_records_what_ran_where() -> None:
     certificate = json.loads(half().file(PARITY).read_text())
     assert (half().manifest.target, half().manifest.precision, half().manifest.dialect) == ("ort-cuda", "fp16", "ort")
     assert certificate["cuda"]["executed"].startswith("no GPU ran anything")
@@ -116,25 +116,27 @@ def test_the_certificate_of_fp16_says_what_was_executed_where() -> None:
 def test_fp16_graphs_hold_their_caches_and_memory_in_fp16_on_a_device_too() -> None:
     engine = on_device(half())
     spec = engine.spec
-    assert {one.dtype for one in (*spec.state, *spec.memory)} == {"float16"}
-    found = token_fidelity(engine, read_probes(half().file(PROBES)))
-    assert found.share > 0.98
-    assert found == token_fidelity(OrtEngine(half()), read_probes(half().file(PROBES)))
+    assert {tensor.dtype for tensor in (*spec.state, *spec.memory)} == {"float16"}
+    fidelity = token_fidelity(engine, read_probes(half().file(PROBES)))
+    assert fidelity.share > 0.98
+    assert fidelity == token_fidelity(OrtEngine(half()), read_probes(half().file(PROBES)))
 
 
 @pytest.mark.parametrize("name", ["half", "grouped"])
 def test_contributed_ops_fit_their_schemas(name: str) -> None:
     bundle = {"half": half, "grouped": grouped}[name]()
     kind = {"half": "tensor(float16)", "grouped": "tensor(float)"}[name]
-    found = [node for part in (ENCODER, DECODER) for node in nodes_of(bundle, part) if node.domain == "com.microsoft"]
-    assert {node.op_type for node in found} == {"FusedMatMul", "GroupQueryAttention", "MultiHeadAttention"}
-    for node in found:
+    nodes = [node for part in (ENCODER, DECODER) for node in nodes_of(bundle, part) if node.domain == "com.microsoft"]
+    assert {node.op_type for node in nodes} == {"FusedMatMul", "GroupQueryAttention", "MultiHeadAttention"}
+    for node in nodes:
         schema = SCHEMAS[node.op_type]
-        assert {one.name for one in node.attribute} <= set(schema.attributes)
-        assert {one for one, told in schema.attributes.items() if told.required} <= {one.name for one in node.attribute}
+        names = {attribute.name for attribute in node.attribute}
+        assert names <= set(schema.attributes)
+        assert {name for name, attribute in schema.attributes.items() if attribute.required} <= names
         assert schema.min_input <= len(node.input) <= schema.max_input
         assert schema.min_output <= len(node.output) <= schema.max_output
-        assert kind in next(one for one in schema.type_constraints if one.type_param_str == "T").allowed_type_strs
+        kinds = {constraint.type_param_str: constraint.allowed_type_strs for constraint in schema.type_constraints}
+        assert kind in kinds["T"]
 
 
 def test_an_op_without_a_cuda_kernel_is_named(tmp_path: Path) -> None:
@@ -153,7 +155,7 @@ def test_an_op_without_a_cuda_kernel_is_named(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_the_target_does_not_have_is_refused_before_anything_is_traced(
+def test_choices_the_target_lacks_are_refused_before_anything_is_traced(
     choices: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=reason):

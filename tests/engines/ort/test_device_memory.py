@@ -1,4 +1,4 @@
-"""State on a device: the same tokens and beams, nothing but tokens goes in, nothing but what is wanted comes out."""
+"""State on a device: the same tokens and beams; only tokens are copied in, only requested outputs are copied out."""
 
 from typing import Any
 
@@ -39,12 +39,12 @@ def counts(engine: OrtEngine) -> CountingDevice:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_search_says_on_a_device_what_the_reference_says(preset: str) -> None:
+def test_every_search_on_a_device_returns_the_references_tokens(preset: str) -> None:
     engine, reference, sources = on_device(bundle_of(preset)), EagerEngine(model_of(preset)), sources_of(preset)
     for options in (GREEDY, BEAMS, SAMPLES):
         expected = decode(reference, sources, options)
         assert_alike(decode(engine, sources, options), expected)
-        # In buffers that were used before, and alone.
+        # In reused buffers, and each source alone.
         assert_alike(decode(engine, sources, options), expected)
         assert_alike([decode(engine, [source], options)[0] for source in sources[:3]], expected[:3])
 
@@ -75,7 +75,7 @@ def test_a_prefix_in_one_call_is_the_prefix_token_by_token(preset: str) -> None:
     ("want", "names", "n_bytes"),
     [(Want.TOPK, ("top_log_probs", "top_ids"), 2 * 16 * (4 + 8)), (Want.LOGITS, ("logits",), 2 * 64 * 4)],
 )
-def test_a_step_copies_tokens_and_position_in_and_what_is_wanted_out(
+def test_a_step_copies_tokens_and_position_in_and_requested_outputs_out(
     want: Want, names: tuple[str, ...], n_bytes: int
 ) -> None:
     engine = on_device(bundle_of(TINY))
@@ -116,8 +116,10 @@ def test_state_stays_where_it_is_for_250_steps_and_serves_the_next_decode_as_zer
 
 def test_one_row_needs_no_second_set_of_buffers() -> None:
     engine = on_device(bundle_of(TINY))
-    one, two = (engine.encode(np.ones((n, 2), np.int64) * 5, np.ones((n, 2), bool), Capacity(1, 8)) for n in (1, 2))
-    assert (len(one.arrays), len(two.arrays)) == (1, 2)
+    single, double = (
+        engine.encode(np.ones((n, 2), np.int64) * 5, np.ones((n, 2), bool), Capacity(1, 8)) for n in (1, 2)
+    )
+    assert (len(single.arrays), len(double.arrays)) == (1, 2)
 
 
 def test_rows_that_stay_are_not_copied_and_others_change_sets() -> None:
@@ -161,29 +163,29 @@ def test_a_released_state_and_wrong_rows_are_refused_as_on_the_host() -> None:
 
 def ran(graph: bytes, **feeds: Any) -> dict[str, np.ndarray]:
     session = onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"])
-    return dict(zip([one.name for one in session.get_outputs()], session.run(None, feeds), strict=True))
+    return dict(zip([output.name for output in session.get_outputs()], session.run(None, feeds), strict=True))
 
 
-def test_the_graphs_that_are_written_byte_by_byte_are_onnx_and_do_what_they_say() -> None:
+def test_graphs_written_byte_by_byte_are_valid_onnx_and_compute_the_right_values() -> None:
     for graph in (row_graph(TENSORS), zero_graph(TENSORS)):
         onnx.checker.check_model(onnx.load_from_string(graph), full_check=True)
     draw = np.random.default_rng(0)
-    given = {
+    arrays = {
         "a": draw.standard_normal((4, 2, 3)).astype(np.float32),
         "b": draw.standard_normal((4, 4)).astype(np.float16),
         "c": draw.integers(0, 2, (4, 5)).astype(bool),
         "d": np.arange(4),
     }
     rows = np.array([3, 1, 1, 0, 2])
-    found = ran(row_graph(TENSORS), **given, **{ROWS: rows})
-    for name, array in given.items():
-        np.testing.assert_array_equal(found[gathered_name(name)], array[rows])
-    shapes = {shape_name(name): np.array(array.shape) for name, array in given.items()}
+    gathered = ran(row_graph(TENSORS), **arrays, **{ROWS: rows})
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(gathered[gathered_name(name)], array[rows])
+    shapes = {shape_name(name): np.array(array.shape) for name, array in arrays.items()}
     for name, array in ran(zero_graph(TENSORS), **shapes).items():
-        assert (array.shape, array.dtype, array.any()) == (given[name].shape, given[name].dtype, False)
+        assert (array.shape, array.dtype, array.any()) == (arrays[name].shape, arrays[name].dtype, False)
 
 
-def test_a_device_that_is_not_here_and_one_without_memory_are_errors_of_ours() -> None:
+def test_a_missing_device_and_one_without_memory_raise_our_errors() -> None:
     with pytest.raises(BackendUnavailable, match=r"the GPU has no 4,096 bytes for an array \[32, 32\] .*batch_tokens"):
         OrtCudaDevice(onnxruntime).empty("float32", (32, 32))
 
@@ -191,7 +193,7 @@ def test_a_device_that_is_not_here_and_one_without_memory_are_errors_of_ours() -
 @pytest.mark.gpu
 @pytest.mark.skipif(not cuda_here().devices, reason="there is no CUDA device here")
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_search_says_on_a_gpu_what_the_reference_says(preset: str) -> None:
+def test_every_search_on_a_gpu_returns_the_references_tokens(preset: str) -> None:
     engine, sources = OrtEngine(bundle_of(preset), OrtOptions(providers=("cuda",))), sources_of(preset)
     for options in (GREEDY, BEAMS):
         assert_alike(decode(engine, sources, options), decode(EagerEngine(model_of(preset)), sources, options))

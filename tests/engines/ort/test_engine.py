@@ -55,7 +55,7 @@ def test_a_row_runs_to_max_target(preset: str, kind: Kind) -> None:
     assert decode(engine, row) == decode(reference, row)
 
 
-@pytest.mark.parametrize(("preset", "kind"), [one for one in ENGINES if "nat" not in one[0]])
+@pytest.mark.parametrize(("preset", "kind"), [choice for choice in ENGINES if "nat" not in choice[0]])
 def test_logits_hidden_and_best_tokens_stay_within_the_bound_after_growing_and_leaving(preset: str, kind: Kind) -> None:
     engines = engine_of(preset, kind), EagerEngine(model_of(preset))
     draw = np.random.default_rng(1)
@@ -73,13 +73,13 @@ def test_logits_hidden_and_best_tokens_stay_within_the_bound_after_growing_and_l
             for engine, state in zip(engines, states, strict=True):
                 engine.reorder(state, np.array(rows))
         tokens = draw.integers(3, 64, (states[0].rows, steps))
-        found, expected = (engine.step(tokens, state, want) for engine, state in zip(engines, states, strict=True))
+        output, expected = (engine.step(tokens, state, want) for engine, state in zip(engines, states, strict=True))
         for name in ("hidden", "logits", "top_log_probs", "top_ids"):
-            one, other = getattr(found, name), getattr(expected, name)
-            assert (one is None) == (other is None)
-            if other is not None:
-                bound = 1e-5 * max(1.0, float(np.abs(other).max()))
-                np.testing.assert_allclose(one, other, rtol=0, atol=bound, err_msg=name)
+            array, expected_array = getattr(output, name), getattr(expected, name)
+            assert (array is None) == (expected_array is None)
+            if expected_array is not None:
+                bound = 1e-5 * max(1.0, float(np.abs(expected_array).max()))
+                np.testing.assert_allclose(array, expected_array, rtol=0, atol=bound, err_msg=name)
 
 
 @pytest.mark.parametrize("preset", AUTOREGRESSIVE)
@@ -95,7 +95,7 @@ def test_state_stays_in_the_same_buffers_while_decoding(preset: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ort", "trt"])
-def test_what_is_not_wanted_is_not_there(kind: Kind) -> None:
+def test_outputs_that_are_not_requested_are_none(kind: Kind) -> None:
     engine = engine_of("transformer-tiny", kind)
     state = engine.encode(np.array([[5, 6, 7]]), np.ones((1, 3), bool), Capacity(1, 8))
     out = engine.step(np.array([[1]]), state, Want.HIDDEN)
@@ -120,10 +120,10 @@ def test_graphs_carry_no_names_of_this_machine_and_no_weights(preset: str, diale
         assert str(Path(__file__).parents[3]).encode() not in content
         graph = onnx.load(bundle.file(name), load_external_data=False).graph
         inside = [
-            numpy_helper.to_array(one).nbytes
+            numpy_helper.to_array(tensor).nbytes
             for part in graphs_of(graph)
-            for one in part.initializer
-            if not one.external_data
+            for tensor in part.initializer
+            if not tensor.external_data
         ]
         assert max(inside, default=0) < 1024
 
@@ -179,10 +179,10 @@ def test_the_copy_mechanism_and_additive_attention_are_exported_exactly(changes:
     assert decode(engine, rows) == decode(EagerEngine(model), rows)
 
 
-def test_a_graph_that_torch_cannot_trace_is_one_line_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_graph_that_torch_cannot_trace_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = tiny({})
     monkeypatch.setattr(model, "encode", lambda source, mask: len(source.tolist()) and undefined)  # type: ignore[name-defined] # noqa: F821
     with pytest.raises(ExportFailed, match="torch could not trace the model"):
         traced_encoder(exportable_model(model), "ort", tmp_path / ENCODER)
-    # It is kept away while torch traces, and must come back.
+    # The garbage collector is off while torch traces, and must be on again.
     assert gc.isenabled()

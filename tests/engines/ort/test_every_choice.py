@@ -1,4 +1,4 @@
-"""Every choice of the models on ONNX Runtime; choices that go together share an export, which is what takes time."""
+"""Every model choice on ONNX Runtime; compatible choices share an export, because exporting is slow."""
 
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,18 @@ from tests.support.choices import DECODER, DIRECTIONS, ENCODER, PLAIN, REST, nam
 SMALL = {"encoder_layers": 1, "decoder_layers": 1, "max_source": 40, "max_target": 48}
 
 
-def goes_together(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    if one.keys() & other.keys():
+def goes_together(changes: dict[str, Any], other_changes: dict[str, Any]) -> bool:
+    if changes.keys() & other_changes.keys():
         return False
     try:
-        config_from_preset("fast-tiny", **{**PLAIN, **SMALL, **one, **other})
+        config_from_preset("fast-tiny", **{**PLAIN, **SMALL, **changes, **other_changes})
     except ConfigError:
         return False
     return True
 
 
 def directed() -> list[dict[str, Any]]:
-    """Return the encoder's choices: each attention in one direction, and linear, which has another form for both."""
+    """Return the encoder's choices: each attention in one direction, and linear in both, where its form differs."""
     kept: list[dict[str, Any]] = []
     for index, choice in enumerate(ENCODER):
         alike = len(DIRECTIONS) if "encoder_direction" in choice else 1
@@ -40,7 +40,7 @@ def directed() -> list[dict[str, Any]]:
 
 
 def joined() -> list[dict[str, Any]]:
-    """Return the choices of the encoder, each with one of the decoder and one of the rest as long as there are any."""
+    """Return the encoder's choices, each joined with one of the decoder and one of the rest while any are left."""
     together = directed()
     for others in (DECODER, REST):
         waiting = list(others)

@@ -39,7 +39,7 @@ def beam_like(draw: np.random.Generator) -> Iterator[np.ndarray]:
 def test_rows_that_move_as_in_a_beam_search_go_on_as_in_the_reference(preset: str, kind: Kind) -> None:
     engine, reference = engine_of(preset, kind), EagerEngine(model_of(preset))
     draw = np.random.default_rng(0)
-    state, expected_state = (one.encode(SOURCE, MASK, Capacity(BEAMS, 40)) for one in (engine, reference))
+    state, expected_state = (backend.encode(SOURCE, MASK, Capacity(BEAMS, 40)) for backend in (engine, reference))
     used = places(state)
     engine.step(np.full((3, 1), 1), state, Want.LOGITS)
     reference.step(np.full((3, 1), 1), expected_state, Want.LOGITS)
@@ -49,17 +49,17 @@ def test_rows_that_move_as_in_a_beam_search_go_on_as_in_the_reference(preset: st
         tokens = draw.integers(3, 64, (len(rows), int(draw.integers(1, 3))))
         if state.position + tokens.shape[1] > 40:
             break
-        found = engine.step(tokens, state, Want.LOGITS).logits
+        logits = engine.step(tokens, state, Want.LOGITS).logits
         expected = reference.step(tokens, expected_state, Want.LOGITS).logits
         bound = 1e-5 * max(1.0, float(np.abs(expected).max()))
-        np.testing.assert_allclose(found, expected, rtol=0, atol=bound)
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=bound)
         assert places(state) == used
     assert len(rows) == 3
     assert state.position > 30
 
 
 @pytest.mark.parametrize(("preset", "dialect"), GRAPHS)
-def test_what_no_step_has_written_stays_zero_in_every_row(preset: str, dialect: str) -> None:
+def test_unwritten_positions_stay_zero_in_every_row(preset: str, dialect: str) -> None:
     engine, draw = OrtEngine(bundle_of(preset, dialect)), np.random.default_rng(1)
     state = engine.encode(SOURCE, MASK, Capacity(BEAMS, 40))
     for rows in beam_like(draw):
@@ -73,7 +73,7 @@ def test_what_no_step_has_written_stays_zero_in_every_row(preset: str, dialect: 
 
 
 @pytest.mark.parametrize("preset", ["transformer-tiny", "fat-tiny"])
-def test_all_that_was_written_is_zeroed_on_release_also_in_rows_that_left(preset: str) -> None:
+def test_written_positions_are_zeroed_on_release_even_in_rows_that_left(preset: str) -> None:
     engine = OrtEngine(bundle_of(preset))
     state = engine.encode(SOURCE, MASK, Capacity(2, 8))
     engine.step(np.full((3, 1), 7), state, Want.LOGITS)
@@ -85,16 +85,16 @@ def test_all_that_was_written_is_zeroed_on_release_also_in_rows_that_left(preset
     assert all(array[5].any() for array in arrays)
     engine.release(state)
     assert not any(array.any() for array in arrays)
-    # The next one may have as many rows again: six for another number of sources, too.
+    # The next state may have as many rows again, also for another number of sources: six.
     assert places(engine.encode(SOURCE[:2], MASK[:2], Capacity(3, 8))) == used
 
 
 @pytest.mark.parametrize("preset", ["transformer-tiny", "fat-tiny"])
-def test_results_are_bound_anew_only_when_rows_become_more_or_fewer_or_sources_change(preset: str) -> None:
+def test_results_are_rebound_only_when_the_number_of_rows_or_the_sources_change(preset: str) -> None:
     engine = OrtEngine(bundle_of(preset))
     state = engine.encode(SOURCE, MASK, Capacity(2, 8))
 
-    made: list[Bound] = []  # kept alive, or a new one might have the place of an old one
+    made: list[Bound] = []  # kept alive, or a new array might reuse the address of an old one
 
     def bound_after(rows: list[int]) -> list[int]:
         engine.reorder(state, np.array(rows))
@@ -116,7 +116,7 @@ def test_results_are_bound_anew_only_when_rows_become_more_or_fewer_or_sources_c
 
 
 @pytest.mark.parametrize("kind", ["eager", "ort", "trt"])
-def test_more_rows_than_the_state_was_encoded_for_are_refused_and_it_stays_as_it_was(kind: Kind) -> None:
+def test_more_rows_than_the_state_was_encoded_for_are_refused_and_it_is_unchanged(kind: Kind) -> None:
     engine = engine_of("transformer-tiny", kind)
     state = engine.encode(SOURCE, MASK, Capacity(2, 8))
     message = r"^reorder refused: 3 rows per source, the state was encoded for a capacity of rows_per_source = 2$"
@@ -134,7 +134,7 @@ def test_more_rows_than_the_state_was_encoded_for_are_refused_and_it_stays_as_it
 def test_only_written_positions_of_rows_that_move_are_touched(rows: list[int], copied: int) -> None:
     specs = (*cache_specs(0, 2, 3), *recurrent_specs(0, 2, 4, 3))
     draw = np.random.default_rng(2)
-    arrays = [draw.standard_normal(one.sized({"rows": 6, "capacity": 7})) for one in specs]
+    arrays = [draw.standard_normal(tensor.sized({"rows": 6, "capacity": 7})) for tensor in specs]
     before = [array.copy() for array in arrays]
     move_rows(specs, arrays, np.array(rows), 5)
     for spec, array, old in zip(specs, arrays, before, strict=True):
@@ -145,9 +145,9 @@ def test_only_written_positions_of_rows_that_move_are_touched(rows: list[int], c
         assert (array != old).reshape(6, -1).any(axis=1).sum() == copied
 
 
-def test_zeroing_leaves_rows_alone_that_nobody_used() -> None:
+def test_zeroing_does_not_touch_unused_rows() -> None:
     specs = (*cache_specs(0, 2, 3), *recurrent_specs(0, 2, 4, 3))
-    arrays = [np.ones(one.sized({"rows": 4, "capacity": 7})) for one in specs]
+    arrays = [np.ones(tensor.sized({"rows": 4, "capacity": 7})) for tensor in specs]
     zero_rows(specs, [arrays], 3, 5)
     assert [int(array.sum()) for array in arrays] == [2 * 3 * (4 * 7 - 3 * 5)] * 2 + [2 * 4 * 3, 2 * 4]
 
@@ -156,5 +156,7 @@ def test_zeroing_leaves_rows_alone_that_nobody_used() -> None:
 def test_length_candidates_are_rows_that_grow_once(kind: Kind) -> None:
     engine, reference = engine_of("transformer-nat-tiny", kind), EagerEngine(model_of("transformer-nat-tiny"))
     sources, options = [[5, 6, 7], [9, 10]], DecodeOptions(length_candidates=3)
-    found, expected = (decode(one, sources, options) for one in (engine, reference))
-    assert [(one.tokens, one.finish) for one in found] == [(one.tokens, one.finish) for one in expected]
+    hypotheses, expected = (decode(backend, sources, options) for backend in (engine, reference))
+    assert [(hypothesis.tokens, hypothesis.finish) for hypothesis in hypotheses] == [
+        (hypothesis.tokens, hypothesis.finish) for hypothesis in expected
+    ]

@@ -1,4 +1,4 @@
-"""Sessions of ONNX Runtime: what was asked for or an error, never something else; damage is named with its file."""
+"""ONNX Runtime sessions: the requested provider and options or an error; damage is reported with its file."""
 
 import logging
 import shutil
@@ -35,7 +35,7 @@ TINY = "transformer-tiny"
     ],
     ids=str,
 )
-def test_options_that_cannot_be_had_are_refused_every_reason_at_once(options: dict, reason: str) -> None:
+def test_unavailable_options_are_refused_with_every_reason_at_once(options: dict, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"^engine options refused: {reason}$"):
         OrtOptions(**options)
 
@@ -53,7 +53,9 @@ def test_threads_and_spinning_reach_both_sessions() -> None:
 def test_neither_session_spins_long_beside_the_other() -> None:
     engine = OrtEngine(bundle_of(TINY))
     assert engine._sessions is not None
-    encoder, decoder = (one.get_session_options() for one in (engine._sessions.encoder, engine._sessions.decoder))
+    encoder, decoder = (
+        session.get_session_options() for session in (engine._sessions.encoder, engine._sessions.decoder)
+    )
     assert encoder.get_session_config_entry("session.force_spinning_stop") == "1"
     assert decoder.get_session_config_entry("session.intra_op.spin_duration_us") == "1000"
 
@@ -116,7 +118,7 @@ def cut_in_half(path: Path) -> None:
 
 def with_weights_beyond_the_end(path: Path) -> None:
     model = onnx.load(path, load_external_data=False)
-    stored = next(one for one in model.graph.initializer if one.external_data)
+    stored = next(tensor for tensor in model.graph.initializer if tensor.external_data)
     next(entry for entry in stored.external_data if entry.key == "offset").value = str(1 << 40)
     path.write_bytes(model.SerializeToString())
 
@@ -150,7 +152,7 @@ def test_a_damaged_graph_is_one_line_that_names_the_file(
 
 
 @pytest.mark.parametrize(("level", "speaks"), [(logging.WARNING, False), (logging.INFO, True)])
-def test_onnxruntime_s_warnings_are_for_who_asks(
+def test_warnings_of_onnxruntime_are_shown_on_request(
     level: int, speaks: bool, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(level, "fatdeploy"):

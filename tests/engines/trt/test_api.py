@@ -1,6 +1,6 @@
-"""Every attribute of TensorRT and CUDA that the code touches exists in all versions that it is written for.
+"""Every TensorRT and CUDA attribute that the code uses exists in all supported versions.
 
-No GPU is here, and neither is TensorRT: its names, of the three versions side by side, are in tests/data.
+This needs neither a GPU nor TensorRT: the names of the three versions are in tests/data.
 """
 
 import ast
@@ -37,10 +37,10 @@ FILES = [
     *sorted(path for path in ROOT.glob("runtimes/engines/trt/**/*.py") if path.name != "__init__.py"),
     ROOT / "runtimes" / "doctor" / "cuda_driver.py",
 ]
-# Code whose names are no reason to think that an attribute is ours.
+# Names in this code do not show that an attribute is ours.
 UNRELATED = {"reference", "training", "g2p"}
 
-# What TensorRT-RTX alone has, and who may touch it: code that runs for this flavour only.
+# Attributes that only TensorRT-RTX has, and the functions that may use them: they run for this flavour only.
 RTX_ONLY = {
     "ComputeCapability": {"_check_capabilities", "aim"},
     "num_compute_capabilities": {"aim"},
@@ -69,21 +69,21 @@ def known_to(version: str) -> set[str]:
 
 @functools.cache
 def own_names() -> set[str]:
-    """Return what our own code gives a name to: functions, classes, arguments, fields, and attributes that are set."""
-    found: set[str] = set()
+    """Return the names our own code defines: functions, classes, arguments, fields, and attributes that are set."""
+    names: set[str] = set()
     places = ("fatdeploy/*.py", "export/**/*.py", "runtimes/**/*.py")
     paths = [path for pattern in places for path in ROOT.glob(pattern)]
     for path in (path for path in paths if path.parent.name not in UNRELATED):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                found.add(node.name)
+                names.add(node.name)
             elif isinstance(node, ast.Assign):
-                found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+                names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                found.add(node.target.id)
+                names.add(node.target.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and of_self(node):
-                found.add(node.attr)
-    return found
+                names.add(node.attr)
+    return names
 
 
 def of_self(node: ast.Attribute) -> bool:
@@ -92,19 +92,19 @@ def of_self(node: ast.Attribute) -> bool:
 
 @functools.cache
 def plain_names() -> set[str]:
-    return {name for one in PLAIN for name in dir(one)}
+    return {name for kind in PLAIN for name in dir(kind)}
 
 
 @functools.cache
 def cuda_names() -> set[str]:
     """Return the names of CUDA's runtime and driver, and of their types."""
     modules = [importlib.import_module(f"cuda.bindings.{name}") for name in ("runtime", "driver")]
-    types = [getattr(one, name) for one in modules for name in dir(one) if isinstance(getattr(one, name), type)]
-    return {name for one in (*modules, *types) for name in dir(one)} | {"bindings"}
+    types = [getattr(owner, name) for owner in modules for name in dir(owner) if isinstance(getattr(owner, name), type)]
+    return {name for owner in (*modules, *types) for name in dir(owner)} | {"bindings"}
 
 
 def attributes_of(source: str) -> Iterator[tuple[str, ast.Attribute]]:
-    """Yield every attribute that code touches, with the function that it stands in."""
+    """Yield every attribute that code uses, with the function around it."""
 
     def walked(node: ast.AST, function: str) -> Iterator[tuple[str, ast.Attribute]]:
         if isinstance(node, ast.FunctionDef):
@@ -130,8 +130,8 @@ def chain_of(node: ast.Attribute) -> list[str]:
 
 
 def wrong_attributes(source: str) -> list[str]:
-    """Say which attributes some version lacks."""
-    found = []
+    """Return a reason for each attribute that some version lacks."""
+    reasons = []
     for function, node in attributes_of(source):
         name, chain = node.attr, chain_of(node)
         if name.startswith("__") and name.endswith("__"):
@@ -140,14 +140,14 @@ def wrong_attributes(source: str) -> list[str]:
             if function in RTX_ONLY.get(chain[0], ()):
                 continue
             lacking = [version for version in API if not has(version, chain)]
-            found += [f"{'.'.join(chain)} is not in {version}" for version in lacking]
+            reasons += [f"{'.'.join(chain)} is not in {version}" for version in lacking]
             continue
         if function in RTX_ONLY.get(name, ()) or name in own_names() | plain_names() | cuda_names():
             continue
         if name not in names_everywhere():
             lacking = [version for version in API if name not in known_to(version)]
-            found.append(f"{name} is not in {', '.join(lacking)}, in our code or in CUDA")
-    return found
+            reasons.append(f"{name} is not in {', '.join(lacking)}, in our code or in CUDA")
+    return reasons
 
 
 def has(version: str, chain: list[str]) -> bool:
@@ -157,7 +157,7 @@ def has(version: str, chain: list[str]) -> bool:
     return len(chain) == 1 or (members is not None and chain[1] in members) or chain[1].startswith("__")
 
 
-def test_files_of_the_build_are_looked_at() -> None:
+def test_files_of_the_build_are_checked() -> None:
     names = {str(path.relative_to(ROOT)) for path in FILES}
     assert {
         "runtimes/engines/trt/build/build.py",
@@ -188,11 +188,11 @@ def test_every_attribute_exists_in_all_versions(path: Path) -> None:
         ("cudart.cudaGraphLunch(x)", "cudaGraphLunch is not in tensorrt 10.16.1"),
     ],
 )
-def test_what_some_version_lacks_is_found(code: str, reason: str) -> None:
-    assert any(found.startswith(reason) for found in wrong_attributes(f"def any(): {code}"))
+def test_an_attribute_that_some_version_lacks_is_reported(code: str, reason: str) -> None:
+    assert any(text.startswith(reason) for text in wrong_attributes(f"def any(): {code}"))
 
 
-def test_what_all_versions_have_is_let_through() -> None:
+def test_an_attribute_of_all_versions_is_accepted() -> None:
     code = (
         "context.execute_async_v3(module.Runtime); cudart.cudaGraphLaunch(cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost)"
     )

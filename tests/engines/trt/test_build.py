@@ -1,4 +1,4 @@
-"""Engines: real builds by TensorRT-RTX, which needs no GPU for them, and all that is refused before one begins."""
+"""Engines: real builds by TensorRT-RTX, which needs no GPU for them, and everything refused before a build begins."""
 
 import json
 import logging
@@ -53,15 +53,15 @@ without_gpu = pytest.mark.skipif(bool(cuda_here().devices), reason="this machine
 
 
 def copied(bundle: Bundle, folder: Path, **changes: Any) -> Path:
-    """Return a copy of a bundle, with changes of its manifest."""
+    """Return a copy of a bundle with a changed manifest."""
     shutil.copytree(bundle.path, folder)
     if changes:
         write_manifest(folder, replace(bundle.manifest, **changes))
     return folder
 
 
-def built(folder: Path, asked: BuildRequest = RTX, *, keep_onnx: bool = True) -> Bundle:
-    return build_engines(folder, asked, stage=lambda _: None, keep_onnx=keep_onnx)
+def built(folder: Path, request: BuildRequest = RTX, *, keep_onnx: bool = True) -> Bundle:
+    return build_engines(folder, request, stage=lambda _: None, keep_onnx=keep_onnx)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -74,7 +74,7 @@ def fat(tmp_path: Path) -> Path:
 
 
 def command(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(one) for one in arguments])
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 # -- builds ------------------------------------------------------------------------------------------------------------
@@ -90,13 +90,13 @@ CASES: list[Callable[[], Bundle]] = [
 def test_engines_are_built_for_three_kinds_of_gpus_at_once(bundle: Callable[[], Bundle], tmp_path: Path) -> None:
     before = bundle()
     after = built(copied(before, tmp_path / "copy"))
-    assert [one.part for one in after.manifest.plans] == ["encoder", "decoder"]
-    for one in after.manifest.plans:
-        assert one.file == f"engines/{one.part}-tensorrt-rtx-{VERSION}-portable.plan"
-        assert (one.flavour, one.version, one.compute_capabilities) == ("tensorrt-rtx", VERSION, GPUS)
-        assert one.profiles == profiles_of(before.spec, ())
-        assert one.graph_sha256 == graph_hash(before.manifest, one.part)
-        assert after.manifest.files[one.file].size > 100_000
+    assert [plan.part for plan in after.manifest.plans] == ["encoder", "decoder"]
+    for plan in after.manifest.plans:
+        assert plan.file == f"engines/{plan.part}-tensorrt-rtx-{VERSION}-portable.plan"
+        assert (plan.flavour, plan.version, plan.compute_capabilities) == ("tensorrt-rtx", VERSION, GPUS)
+        assert plan.profiles == profiles_of(before.spec, ())
+        assert plan.graph_sha256 == graph_hash(before.manifest, plan.part)
+        assert after.manifest.files[plan.file].size > 100_000
     files = {name: record for name, record in after.manifest.files.items() if not name.startswith("engines/")}
     assert files == before.manifest.files
     assert after.manifest.versions == {**before.manifest.versions, "tensorrt-rtx": VERSION}
@@ -105,9 +105,9 @@ def test_engines_are_built_for_three_kinds_of_gpus_at_once(bundle: Callable[[], 
 def test_several_profiles_are_built_into_one_engine(fat: Path, caplog: pytest.LogCaptureFixture) -> None:
     profiles = profiles_from_text(["batch=1,source=1:8:16", "batch=2:4,rows=2:4:16,step=1:2"])
     after = built(fat, BuildRequest(flavour="tensorrt-rtx", capabilities=("8.9",), profiles=profiles))
-    for one in after.manifest.plans:
-        assert one.file == f"engines/{one.part}-tensorrt-rtx-{VERSION}-sm89.plan"
-        first, second = one.profiles
+    for plan in after.manifest.plans:
+        assert plan.file == f"engines/{plan.part}-tensorrt-rtx-{VERSION}-sm89.plan"
+        first, second = plan.profiles
         assert first.sizes["batch"] == SizeRange(least=1, usual=1, most=1)
         assert first.sizes["rows"] == SizeRange(least=1, usual=1, most=4)
         assert first.sizes["source"] == SizeRange(least=1, usual=8, most=16)
@@ -127,7 +127,7 @@ def test_engines_of_other_gpus_stay_when_more_are_built(fat: Path) -> None:
     built(fat, BuildRequest(flavour="tensorrt-rtx", capabilities=("8.6",)))
     first = contents(fat)
     after = built(fat, BuildRequest(flavour="tensorrt-rtx", capabilities=("8.9",)))
-    assert [(one.part, one.compute_capabilities) for one in after.manifest.plans] == [
+    assert [(plan.part, plan.compute_capabilities) for plan in after.manifest.plans] == [
         ("encoder", ("8.6",)),
         ("decoder", ("8.6",)),
         ("encoder", ("8.9",)),
@@ -145,13 +145,13 @@ def test_a_bundle_of_engines_alone_keeps_what_the_device_reads(bundle: Callable[
     assert not {ENCODER, DECODER} & set(after.manifest.files)
     ids = np.array([3, 9, 63])
     expected = stored_output_rows(before, ids)
-    found = stored_output_rows(after, ids)
+    rows = stored_output_rows(after, ids)
     if expected is None:
-        assert found is None
+        assert rows is None
         assert WEIGHTS not in after.manifest.files
     else:
-        assert found is not None
-        assert found.tobytes() == expected.tobytes()
+        assert rows is not None
+        assert rows.tobytes() == expected.tobytes()
         assert after.manifest.files[WEIGHTS].size == expected.shape[1] * 64 * 2
     with pytest.raises(BundleError, match=r"stored without encoder.onnx and decoder.onnx, which"):
         built(tmp_path / "copy")
@@ -170,7 +170,7 @@ def test_a_bundle_with_engines_still_runs_on_the_cpu(fat: Path) -> None:
 # -- graphs that do not fit --------------------------------------------------------------------------------------------
 
 
-def test_every_node_that_is_not_supported_is_told_with_its_module(tmp_path: Path) -> None:
+def test_every_unsupported_node_is_reported_with_its_module(tmp_path: Path) -> None:
     folder = copied(bundle_of("transformer-tiny", "standard"), tmp_path / "copy")
     model = read_structure(folder / DECODER)
     logits = model.graph.output[1].name
@@ -197,7 +197,7 @@ def test_every_node_that_is_not_supported_is_told_with_its_module(tmp_path: Path
     assert contents(folder) == before
 
 
-def test_a_graph_that_is_none_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_graph_is_reported(tmp_path: Path) -> None:
     folder = copied(bundle_of("transformer-tiny", "standard"), tmp_path / "copy")
     (folder / ENCODER).write_bytes(b"no graph")
     write_manifest(folder, bundle_of("transformer-tiny", "standard").manifest)
@@ -205,7 +205,7 @@ def test_a_graph_that_is_none_is_told(tmp_path: Path) -> None:
         built(folder)
 
 
-def test_all_differences_from_the_contract_are_told_before_a_build(tmp_path: Path) -> None:
+def test_all_differences_from_the_contract_are_reported_before_a_build(tmp_path: Path) -> None:
     bundle = bundle_of("transformer-tiny", "standard")
     wrong = replace(
         bundle.spec.halved("bfloat16"), max_target=200, vocab_size=65, reads_source=True, state=bundle.spec.state[:2]
@@ -253,10 +253,10 @@ def test_a_bundle_for_onnxruntime_is_refused(tmp_path: Path) -> None:
         built(folder)
 
 
-def test_a_build_that_fails_leaves_the_bundle_and_says_what_tensorrt_said(tmp_path: Path) -> None:
+def test_a_failed_build_leaves_the_bundle_and_repeats_the_message_of_tensorrt(tmp_path: Path) -> None:
     folder = copied(half_of("transformer-tiny"), tmp_path / "copy")
     before = contents(folder)
-    # Found in TensorRT-RTX 1.7.1: its compiler gives two masks of an fp16 encoder one name if the batch is one number
+    # A bug of TensorRT-RTX 1.7.1: its compiler gives two masks of an fp16 encoder the same name if the batch is fixed
     # and sources are short.
     with pytest.raises(
         ExportFailed, match=r"could not build the encoder: .*Error Code.*a range, .*--profile batch=1:1:2$"
@@ -270,15 +270,15 @@ def test_a_build_that_fails_leaves_the_bundle_and_says_what_tensorrt_said(tmp_pa
 
 
 def test_sizes_are_read_from_text() -> None:
-    (found,) = profiles_from_text(["batch=4, rows=2:8,source=1:5:9"])
-    assert found == {
+    (sizes,) = profiles_from_text(["batch=4, rows=2:8,source=1:5:9"])
+    assert sizes == {
         "batch": SizeRange(least=4, usual=4, most=4),
         "rows": SizeRange(least=2, usual=8, most=8),
         "source": SizeRange(least=1, usual=5, most=9),
     }
 
 
-def test_all_that_is_wrong_with_the_text_is_told_at_once() -> None:
+def test_all_mistakes_in_the_text_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
         profiles_from_text(["batch=1,batch=2", "lines=3", "source=9:1", "step=1:2:3:4,rows=x,batch"])
     for reason in (
@@ -293,8 +293,8 @@ def test_all_that_is_wrong_with_the_text_is_told_at_once() -> None:
 
 
 def test_a_model_has_a_profile_of_its_own() -> None:
-    (found,) = profiles_of(model_of("transformer-tiny").spec, ())
-    assert {axis: (one.least, one.usual, one.most) for axis, one in found.sizes.items()} == {
+    (profile,) = profiles_of(model_of("transformer-tiny").spec, ())
+    assert {axis: (size.least, size.usual, size.most) for axis, size in profile.sizes.items()} == {
         "batch": (1, 1, 8),
         "rows": (1, 1, 32),
         "source": (1, 32, 256),
@@ -304,10 +304,10 @@ def test_a_model_has_a_profile_of_its_own() -> None:
     assert parallel.sizes["step"] == SizeRange(least=1, usual=32, most=256)
 
 
-def test_sizes_that_the_model_does_not_have_are_refused_together() -> None:
-    given = profiles_from_text(["batch=2:8,rows=1:20,source=1:257", "step=1:300", "source=1:32:256"])
+def test_sizes_beyond_the_model_are_refused_together() -> None:
+    profiles = profiles_from_text(["batch=2:8,rows=1:20,source=1:257", "step=1:300", "source=1:32:256"])
     with pytest.raises(ConfigError) as refused:
-        profiles_of(model_of("transformer-tiny").spec, [*given, {}])
+        profiles_of(model_of("transformer-tiny").spec, [*profiles, {}])
     for reason in (
         "profile 1: source goes to 257, past max_source = 256",
         "profile 1: every source has the same number of rows, so the least rows must be a multiple of the least batch; "
@@ -319,7 +319,7 @@ def test_sizes_that_the_model_does_not_have_are_refused_together() -> None:
         assert reason in str(refused.value)
 
 
-def test_shapes_of_no_input_and_two_ranges_of_one_axis_are_refused_which_the_builder_takes() -> None:
+def test_wrong_shapes_and_two_ranges_of_one_axis_are_refused_though_the_builder_accepts_them() -> None:
     spec = model_of("transformer-tiny").spec
     shapes = shapes_by_input(spec, "decoder", profiles_of(spec, ())[0])
     check_shapes(spec, "decoder", shapes)
@@ -382,7 +382,7 @@ def tensorrt_of(version: str) -> Callable[[Flavour], Any]:
     return lambda _: Module
 
 
-def test_capabilities_that_are_not_offered_are_told_together() -> None:
+def test_unsupported_capabilities_are_reported_together() -> None:
     with pytest.raises(
         ConfigError,
         match=r"9\.0 is not available; eight is not available; 8\.6 is listed twice\. .* builds for 7\.5, 8\.0, 8\.6",
@@ -390,13 +390,13 @@ def test_capabilities_that_are_not_offered_are_told_together() -> None:
         planned(replace(RTX, capabilities=("8.6", "9.0", "eight", "8.6")), model_of("fat-tiny").spec)
 
 
-def test_a_module_that_is_missing_is_told_with_what_to_install() -> None:
+def test_a_missing_module_is_reported_with_what_to_install() -> None:
     with pytest.raises(BackendUnavailable, match=r"needs tensorrt, .*: pip install 'fatdeploy\[tensorrt\]'"):
         tensorrt_module("tensorrt")
 
 
 class AnotherGpu:
-    """What TensorRT does with a cache of another GPU; TensorRT-RTX takes any."""
+    """Rejects a timing cache as TensorRT does if it is of another GPU; TensorRT-RTX accepts any."""
 
     def create_timing_cache(self, data: bytes) -> bytes:
         return data
@@ -412,7 +412,7 @@ def test_a_timing_cache_is_read_and_written(tmp_path: Path) -> None:
     builder = module.Builder(logger_of("tensorrt-rtx"))
     path = tmp_path / "cache"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # RTX has the functions of TensorRT, which do nothing there
+        warnings.simplefilter("ignore", DeprecationWarning)  # on RTX these functions of TensorRT do nothing
         TimingCache(builder.create_builder_config(), path).write()
         first = path.read_bytes()
         assert first
@@ -420,7 +420,7 @@ def test_a_timing_cache_is_read_and_written(tmp_path: Path) -> None:
         assert path.read_bytes() == first
     with pytest.raises(ConfigError, match="is not a timing cache of this GPU and version"):
         TimingCache(AnotherGpu(), path)
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["cache"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["cache"]
 
 
 # -- what TensorRT says ------------------------------------------------------------------------------------------------
@@ -454,24 +454,24 @@ def test_warnings_go_to_the_log_and_everything_to_the_file(tmp_path: Path, caplo
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
-def test_the_command_builds_and_says_what(fat: Path) -> None:
+def test_the_command_builds_and_reports_the_plans(fat: Path) -> None:
     run = command("build", fat, "--flavour", "tensorrt-rtx", "--compute-capability", "8.6, 8.9", "--json")
     assert run.exit_code == 0, run.output
     values = json.loads(run.stdout)
     bundle = read_bundle(fat)
     assert (values["bundle"], values["bytes"]) == (str(fat), bundle.total_bytes)
-    assert [(one["part"], one["compute_capabilities"]) for one in values["plans"]] == [
+    assert [(plan["part"], plan["compute_capabilities"]) for plan in values["plans"]] == [
         ("encoder", ["8.6", "8.9"]),
         ("decoder", ["8.6", "8.9"]),
     ]
-    assert [one["bytes"] for one in values["plans"]] == [
-        bundle.manifest.files[one.file].size for one in bundle.manifest.plans
+    assert [plan["bytes"] for plan in values["plans"]] == [
+        bundle.manifest.files[plan.file].size for plan in bundle.manifest.plans
     ]
-    told = f"with tensorrt-rtx {VERSION} for compute capability 8.6, 8.9 …"
-    assert run.stderr.splitlines() == [f"building the encoder {told}", f"building the decoder {told}"]
+    ending = f"with tensorrt-rtx {VERSION} for compute capability 8.6, 8.9 …"
+    assert run.stderr.splitlines() == [f"building the encoder {ending}", f"building the decoder {ending}"]
 
 
-def test_the_command_asks_for_the_flavour_that_a_bundle_does_not_say(fat: Path) -> None:
+def test_the_command_asks_for_the_flavour_if_the_bundle_has_none(fat: Path) -> None:
     run = command("build", fat)
     assert run.exit_code == 1
     assert f"{fat} was exported for onnx: pass --flavour tensorrt or tensorrt-rtx" in run.stderr
@@ -489,7 +489,7 @@ def test_export_builds_engines_or_leaves_them_to_the_device(tmp_path: Path) -> N
     assert run.exit_code == 0, run.output
     manifest = read_bundle(tmp_path / "rtx").manifest
     assert (manifest.target, manifest.precision, manifest.dialect) == ("tensorrt-rtx", "fp16", "standard")
-    assert [one.part for one in manifest.plans] == ["encoder", "decoder"]
+    assert [plan.part for plan in manifest.plans] == ["encoder", "decoder"]
     assert manifest.plans[0].profiles[0].sizes["source"].most == 16
     assert f"engines/decoder-tensorrt-rtx-{VERSION}-sm86.plan: " in run.stdout
     trt_build.finish_bundle(
@@ -513,7 +513,7 @@ def test_export_builds_engines_or_leaves_them_to_the_device(tmp_path: Path) -> N
         pytest.param(["--target", "tensorrt"], rf"{NO_GPU}.*pass --no-build", marks=without_gpu),
     ],
 )
-def test_what_cannot_be_had_is_refused_before_anything_is_traced(
+def test_build_options_that_do_not_apply_are_refused_before_anything_is_traced(
     arguments: list[str], reason: str, tmp_path: Path
 ) -> None:
     run = command("export", "transformer-tiny", "--out", tmp_path / "out", *arguments)
@@ -564,4 +564,4 @@ def test_every_preset_becomes_engines(preset: str, precision: Precision, tmp_pat
         precision=precision,
     )
     after = built(bundle.path)
-    assert [one.part for one in after.manifest.plans] == ["encoder", "decoder"]
+    assert [plan.part for plan in after.manifest.plans] == ["encoder", "decoder"]

@@ -1,4 +1,4 @@
-"""The code that calls CUDA and TensorRT, over stand-ins of both: whole decodes, every failure, only common names."""
+"""The code that calls CUDA and TensorRT, run on fakes of both: whole decodes, every failure, only common names."""
 
 import ast
 import json
@@ -38,7 +38,7 @@ Install = Callable[..., tuple[FakeCuda, CpuDevice]]
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Put stand-ins in the place of the modules, for a bundle's plans."""
+    """Replace the modules by fakes that run a bundle's plans."""
 
     def installed(
         preset: str = "transformer-tiny", *, version: str = HERE.version, **cuda: object
@@ -57,18 +57,22 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
 
 
 @pytest.mark.parametrize("preset", ["transformer-tiny", "fat-tiny"])
-def test_a_bundle_is_decoded_through_the_calls_of_cuda_and_tensorrt_and_leaves_nothing(
+def test_a_bundle_is_decoded_through_calls_of_cuda_and_tensorrt_and_leaks_nothing(
     preset: str, install: Install
 ) -> None:
     fake, device = install(preset)
     expected = trt_engine(preset)
     with fatdeploy.load(plans_of(preset).path) as model:
         for options in (DecodeOptions(max_new_tokens=20, prefix=[5, 6]), BEAMS):
-            found = model.generate(SOURCES, options)
-            assert [one.tokens for one in found] == [one.tokens for one in decode(expected, SOURCES, options)]
-            assert model.generate(SOURCES, options) == found
+            hypotheses = model.generate(SOURCES, options)
+            assert [hypothesis.tokens for hypothesis in hypotheses] == [
+                hypothesis.tokens for hypothesis in decode(expected, SOURCES, options)
+            ]
+            assert model.generate(SOURCES, options) == hypotheses
         assert device.n_launched > 50
-        assert {one.pitch > one.width for _, _, one in device.moved} == ({True} if "transformer" in preset else {False})
+        assert {strip.pitch > strip.width for _, _, strip in device.moved} == (
+            {True} if "transformer" in preset else {False}
+        )
     assert (device.leaked, len(fake.pinned)) == (0, 0)
 
 
@@ -89,7 +93,7 @@ def test_a_turn_of_the_bench_checks_and_times_plans(install: Install) -> None:
     result = measure_turn(turn)
     assert result["onnxruntime"] is None
     assert result["fidelity"]["same"] == result["fidelity"]["tokens"] > 100
-    assert [len(one["times"]) for one in result["settings"]] == [2, 2]
+    assert [len(setting["times"]) for setting in result["settings"]] == [2, 2]
 
 
 def test_more_sources_than_plans_take_at_once_are_decoded_in_several_batches(install: Install, tmp_path: Path) -> None:
@@ -100,19 +104,19 @@ def test_more_sources_than_plans_take_at_once_are_decoded_in_several_batches(ins
     sources = [[length] * length for length in (3, 40, 16, 17, 5, 9)]
     sizes: list[int] = []
     with fatdeploy.load(bundle.path) as model:
-        found = model.generate(sources, BEAMS, progress=sizes.append)
+        hypotheses = model.generate(sources, BEAMS, progress=sizes.append)
     assert sizes == [1, 1, 2, 2]
     expected = decode(trt_engine("transformer-tiny"), sources, BEAMS)
-    assert [one.tokens for one in found] == [one.tokens for one in expected]
+    assert [hypothesis.tokens for hypothesis in hypotheses] == [hypothesis.tokens for hypothesis in expected]
 
 
-def test_without_recordings_nothing_is_launched_and_the_same_is_said(install: Install) -> None:
+def test_without_recordings_nothing_is_launched_and_the_tokens_are_the_same(install: Install) -> None:
     _, device = install()
     with fatdeploy.load(plans_of("transformer-tiny").path, cuda_graphs=False) as model:
-        found = model.generate(SOURCES, BEAMS)
+        hypotheses = model.generate(SOURCES, BEAMS)
     assert device.n_launched == 0
-    assert [one.tokens for one in found] == [
-        one.tokens for one in decode(trt_engine("transformer-tiny"), SOURCES, BEAMS)
+    assert [hypothesis.tokens for hypothesis in hypotheses] == [
+        hypothesis.tokens for hypothesis in decode(trt_engine("transformer-tiny"), SOURCES, BEAMS)
     ]
 
 
@@ -123,11 +127,13 @@ def test_run_verify_and_eval_use_the_device_that_a_bundle_is_for(install: Instal
     pairs.write_text("5 6 7\t8 9\n9\t5\n")
     for command in (["run", "--ids", "5 6 7", "9"], ["eval", str(pairs), "--ids"]):
         name, *rest = command
-        on_device, on_cpu = (CliRunner().invoke(main, [name, str(one), *rest]) for one in (bundle, standard))
+        on_device, on_cpu = (CliRunner().invoke(main, [name, str(folder), *rest]) for folder in (bundle, standard))
         assert on_device.exit_code == 0, on_device.output
-        # Numbers of how long it took stand at the end.
-        found, expected = (one.stdout.splitlines()[: 2 if name == "run" else 3] for one in (on_device, on_cpu))
-        assert found == expected
+        # Timings come last.
+        lines, expected_lines = (
+            result.stdout.splitlines()[: 2 if name == "run" else 3] for result in (on_device, on_cpu)
+        )
+        assert lines == expected_lines
     before = device.n_launched
     verified = CliRunner().invoke(main, ["verify", str(bundle)])
     assert verified.exit_code == 0, verified.output
@@ -136,29 +142,27 @@ def test_run_verify_and_eval_use_the_device_that_a_bundle_is_for(install: Instal
 
 
 @pytest.mark.parametrize(
-    ("given", "code", "count"),
+    ("reason", "code", "count"),
     [
         ("cudaErrorInsufficientDriver", cudaError_t.cudaErrorInsufficientDriver, None),
         ("cudaErrorNoDevice", cudaError_t.cudaErrorNoDevice, None),
         ("CUDA finds no GPU", cudaError_t.cudaSuccess, 0),
     ],
 )
-def test_without_a_gpu_the_answer_is_ours_and_tensorrt_is_not_touched(
-    given: str, code: cudaError_t, count: int | None, install: Install, monkeypatch: pytest.MonkeyPatch
+def test_without_a_gpu_the_error_is_ours_and_tensorrt_is_not_imported(
+    reason: str, code: cudaError_t, count: int | None, install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(code=code, count=count)
-    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)  # an import of it would be told
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)  # an import of it would be reported
     with pytest.raises(
         BackendUnavailable, match=r"plans of tensorrt-rtx cannot run here: CUDA finds.*fatdeploy doctor"
     ) as caught:
         fatdeploy.load(plans_of("transformer-tiny").path)
-    assert given in str(caught.value)
+    assert reason in str(caught.value)
     assert "tensorrt-rtx, which cannot be imported" not in str(caught.value)
 
 
-def test_packages_that_are_missing_are_told_with_what_to_type(
-    install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_packages_are_reported_with_what_to_type(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     install()
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     with pytest.raises(BackendUnavailable, match=r"needs tensorrt, .*pip install 'fatdeploy\[tensorrt\]'"):
@@ -169,7 +173,7 @@ def test_packages_that_are_missing_are_told_with_what_to_type(
 
 
 @pytest.mark.skipif(bool(cuda_here().devices), reason="this machine has a GPU")
-@pytest.mark.parametrize("command", [["run", "--ids", "5 6"], ["verify"], ["bench"]], ids=lambda one: one[0])
+@pytest.mark.parametrize("command", [["run", "--ids", "5 6"], ["verify"], ["bench"]], ids=lambda words: words[0])
 def test_a_machine_without_gpu_ends_a_command_with_one_line_and_code_1(command: list[str]) -> None:
     pytest.importorskip("cuda.bindings.runtime", reason="the real package, which works without a driver")
     name, *rest = command
@@ -185,7 +189,7 @@ def test_options_of_the_other_runtime_are_refused() -> None:
         fatdeploy.load(bundle_of("transformer-tiny").path, cuda_graphs=False)
 
 
-def test_a_plan_that_tensorrt_cannot_read_is_told_with_what_it_says(install: Install, tmp_path: Path) -> None:
+def test_a_plan_that_tensorrt_cannot_read_is_reported_with_its_message(install: Install, tmp_path: Path) -> None:
     _, device = install()
     bundle = with_plans(bundle_of("transformer-tiny", "standard"), tmp_path / "bundle")
     bundle.file(bundle.manifest.plans[1].file).write_bytes(b"half of a plan")
@@ -205,7 +209,7 @@ def test_another_version_is_refused_before_its_plan_is_read(install: Install) ->
     assert device.leaked == 0
 
 
-def test_a_full_or_lost_device_and_a_run_that_fails_are_errors_of_ours(install: Install) -> None:
+def test_a_full_or_lost_device_and_a_failed_run_raise_our_errors(install: Install) -> None:
     fake, device = install()
     with fatdeploy.load(plans_of("transformer-tiny").path) as model:
         device.limit = 4 * 4096
@@ -249,22 +253,22 @@ def attributes(*modules: object) -> set[str]:
 
 
 @pytest.mark.parametrize("version", API)
-def test_the_stand_ins_have_nothing_that_a_version_of_tensorrt_has_not(version: str) -> None:
+def test_the_fakes_have_only_names_of_every_version_of_tensorrt(version: str) -> None:
     module = vars(fake_tensorrt(CpuDevice(plans_of("transformer-tiny")), "1"))
-    for name, found in module.items():
+    for name, fake in module.items():
         if name == "__version__":
             continue
-        offered = found.__members__ if issubclass(found, IntEnum) else vars(found.__mro__[-2])
-        used = {one for one in offered if not one.startswith("_")}
+        offered = fake.__members__ if issubclass(fake, IntEnum) else vars(fake.__mro__[-2])
+        used = {attribute for attribute in offered if not attribute.startswith("_")}
         assert used
         assert sorted(used - set(API[version][name])) == []
 
 
-def test_what_the_code_calls_of_cuda_the_real_package_has() -> None:
+def test_the_real_package_has_every_cuda_name_the_code_calls() -> None:
     real = pytest.importorskip("cuda.bindings.runtime", reason="comes with the extra rtx")
     tree = ast.parse(Path(cuda_device.__file__).read_text())
     texts = {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     names = {name for name in texts | attributes(cuda_device) if re.fullmatch("cuda[A-Z]\\w+", name)}
     assert len(names) > 30
     enums = (real.cudaError_t, real.cudaMemcpyKind, real.cudaDeviceAttr, real.cudaStreamCaptureMode)
-    assert [name for name in sorted(names) if not any(hasattr(one, name) for one in (real, *enums))] == []
+    assert [name for name in sorted(names) if not any(hasattr(owner, name) for owner in (real, *enums))] == []

@@ -1,4 +1,4 @@
-"""Plans on the test device: the same memory at every step, few bytes over the bus, recordings that are replayed."""
+"""Plans on the test device: the same memory at every step, few bytes over the bus, replayed recordings."""
 
 import math
 import shutil
@@ -51,31 +51,31 @@ def started(preset: str = "transformer-tiny", **options: bool) -> tuple[TrtEngin
 def fed(engine: TrtEngine, state: TrtState, steps: int = 5) -> list[np.ndarray]:
     """Return the logits of a few fixed steps."""
     tokens = [np.full((state.rows, 1), 7 + step % 50) for step in range(steps)]
-    return [np.array(engine.step(one, state, Want.LOGITS).logits) for one in tokens]
+    return [np.array(engine.step(call, state, Want.LOGITS).logits) for call in tokens]
 
 
-def said(found: Sequence[Hypothesis]) -> list[list[tuple[int, ...]]]:
-    return [[one.tokens, *(other.tokens for other in one.alternatives)] for one in found]
+def all_tokens(hypotheses: Sequence[Hypothesis]) -> list[list[tuple[int, ...]]]:
+    return [[hypothesis.tokens, *(other.tokens for other in hypothesis.alternatives)] for hypothesis in hypotheses]
 
 
 def bound(device: CpuDevice) -> list[dict[str, Any]]:
-    return [one.bound for one in device.open if isinstance(one, CpuContext)]
+    return [context.bound for context in device.open if isinstance(context, CpuContext)]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_over_500_steps_addresses_stay_and_nothing_is_allocated_but_at_the_first(preset: str) -> None:
+def test_over_500_steps_addresses_stay_and_only_the_first_steps_allocate(preset: str) -> None:
     engine, device = started(preset)
     used: list[object] = []
     for _ in range(2):
         state = engine.encode(SOURCE, MASK, Capacity(1, 256))
         for step in range(250):
             out = engine.step(np.full((2, 1), 3 + step % 60), state, Want.TOPK)
-            # A recurrent state has a second role, which is recorded one step later.
+            # A recurrent state alternates between two buffers; the second order is recorded one step later.
             if step > 3:
                 used.append((places(state), out.top_ids.ctypes.data, device.n_allocated, device.n_pinned))
         engine.release(state)
     assert len(used) > 490
-    assert all(one == other for one, other in pairwise(used))
+    assert all(earlier == later for earlier, later in pairwise(used))
 
 
 @pytest.mark.parametrize("preset", [*PRESETS, "transformer-nat-tiny"])
@@ -86,7 +86,7 @@ def test_after_the_first_sentence_of_a_shape_nothing_is_allocated(preset: str) -
         expected = decode(engine, SOURCES, options)
         allocated = device.n_allocated, device.n_pinned
         # Other tokens, other lengths of the same kind: 31 and 32 are one shape, and so are 1, 3 and 16.
-        # A model that decodes all at once has a shape for each length of target, which its sources say.
+        # A parallel model has a shape per target length, which depends on its sources.
         if "nat" not in preset:
             decode(engine, [SOURCES[1] * 4, [9, 10, 11], [12], [13] * 16, [14] * 250], options)
         assert decode(engine, SOURCES, options) == expected
@@ -97,14 +97,16 @@ def test_after_the_first_sentence_of_a_shape_nothing_is_allocated(preset: str) -
 def test_beams_are_those_of_onnxruntime_on_the_same_graphs(preset: str) -> None:
     engine = trt_engine(preset)
     expected = decode(OrtEngine(bundle_of(preset, "standard"), OrtOptions(threads=1)), SOURCES, BEAMS)
-    found = decode(engine, SOURCES, BEAMS)
-    assert said(found) == said(expected)
-    assert [one.score for one in found] == pytest.approx([one.score for one in expected], abs=1e-4)
-    assert said(decode(engine, SOURCES, BEAMS)) == said(expected)
+    hypotheses = decode(engine, SOURCES, BEAMS)
+    assert all_tokens(hypotheses) == all_tokens(expected)
+    assert [hypothesis.score for hypothesis in hypotheses] == pytest.approx(
+        [hypothesis.score for hypothesis in expected], abs=1e-4
+    )
+    assert all_tokens(decode(engine, SOURCES, BEAMS)) == all_tokens(expected)
 
 
 @pytest.mark.parametrize("preset", [*PRESETS, "transformer-nat-tiny"])
-def test_the_probes_of_a_bundle_are_met_to_the_bound(preset: str) -> None:
+def test_the_probes_of_a_bundle_are_met_within_the_bound(preset: str) -> None:
     parity = verified(trt_engine(preset), read_probes(plans_of(preset).file(PROBES)))
     assert parity.tokens > 100
     assert parity.largest_difference <= parity.bound
@@ -121,22 +123,22 @@ def test_every_step_but_the_first_of_each_role_is_replayed(preset: str, not_repl
     assert (device.n_captured, device.n_launched) == (0, 0)
 
 
-def test_a_cache_is_read_and_written_in_one_place_and_recurrent_state_in_two_that_change_roles() -> None:
+def test_a_cache_is_updated_in_place_and_recurrent_state_alternates_between_two_buffers() -> None:
     for preset, distance in (("transformer-tiny", 1), ("fat-tiny", 2)):
         engine, device = started(preset)
         state = engine.encode(SOURCE, MASK, Capacity(1, 8))
         fed(engine, state, 3)
         spec = engine.spec
-        steps = [one for one in bound(device) if spec.tokens.name in one]
+        steps = [bindings for bindings in bound(device) if spec.tokens.name in bindings]
         assert len(steps) == distance
         for past, present in zip(spec.past, spec.present, strict=True):
-            read, written = ({one[name.name][1] for one in steps} for name in (past, present))
+            read, written = ({bindings[name.name][1] for bindings in steps} for name in (past, present))
             assert read == written
             assert len(read) == distance
-            assert all((one[past.name][1] == one[present.name][1]) == (distance == 1) for one in steps)
+            assert all((bindings[past.name][1] == bindings[present.name][1]) == (distance == 1) for bindings in steps)
 
 
-def test_only_tokens_position_and_what_is_wanted_cross_the_bus() -> None:
+def test_only_tokens_position_and_requested_outputs_cross_the_bus() -> None:
     engine, device = started()
     state = engine.encode(SOURCE, MASK, Capacity(1, 32))
     # 16 ids of 8 bytes for each of two sources, and their mask.
@@ -147,12 +149,14 @@ def test_only_tokens_position_and_what_is_wanted_cross_the_bus() -> None:
         for _ in range(3):
             before = device.uploaded, device.downloaded
             engine.step(np.full((2, 1), 7), state, want)
-            assert device.uploaded - before[0] == 256 + 256  # the position, two ids: each where a tensor may begin
+            assert (
+                device.uploaded - before[0] == 256 + 256
+            )  # the position and two ids, each aligned as a tensor must be
             assert device.downloaded - before[1] == 2 * (4 * width + each)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_rows_move_on_the_device_only_those_that_change_and_as_far_as_they_are_written(preset: str) -> None:
+def test_only_changed_rows_move_on_the_device_and_only_their_written_positions(preset: str) -> None:
     engine, device = started(preset)
     state = engine.encode(SOURCE, MASK, Capacity(3, 32))
     fed(engine, state, 5)
@@ -163,9 +167,9 @@ def test_rows_move_on_the_device_only_those_that_change_and_as_far_as_they_are_w
         device.moved.clear()
         engine.reorder(state, np.array(rows))
         copies.append(len(device.moved) / n_tensors)
-    # Rows 1 to 5 grow of two; nothing; a swap with one copy to the spare row, two copies; two circles.
+    # Two rows grow to rows 1 to 5; nothing; a swap with one copy to the spare row, two copies; two cycles.
     assert copies == [5, 0, 5, 8]
-    strips = {one for _, _, one in device.moved}
+    strips = {strip for _, _, strip in device.moved}
     if preset == "transformer-tiny":
         assert strips == {Strips(width=5 * 16 * 4, pitch=256 * 16 * 4, count=2)}
     assert (device.uploaded, device.downloaded) == before
@@ -193,7 +197,7 @@ def test_a_batch_that_loses_sources_is_computed_in_few_shapes() -> None:
     assert batches == [(7, 8), (6, 8), (5, 8), (4, 4), (3, 4), (2, 2), (1, 1)]
 
 
-def test_a_profile_of_one_size_is_filled_up_with_rows_that_are_nobodys(tmp_path: Path) -> None:
+def test_a_profile_of_one_size_is_padded_with_unused_rows(tmp_path: Path) -> None:
     only = {"batch": 4, "source": 12, "step": 1}
     sizes = {axis: SizeRange(least=size, usual=size, most=size) for axis, size in only.items()}
     profile = Profile(sizes={**sizes, "rows": SizeRange(least=4, usual=8, most=16)})
@@ -201,27 +205,29 @@ def test_a_profile_of_one_size_is_filled_up_with_rows_that_are_nobodys(tmp_path:
     engine = TrtEngine(bundle, CpuDevice(bundle))
     expected = trt_engine("transformer-tiny")
     for options in (DecodeOptions(max_new_tokens=12, prefix=[5, 6, 7]), BEAMS):
-        found = said(decode(engine, SOURCES[:3], options))
-        assert found == said(decode(expected, SOURCES[:3], options))
+        tokens = all_tokens(decode(engine, SOURCES[:3], options))
+        assert tokens == all_tokens(decode(expected, SOURCES[:3], options))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_long_prefix_in_calls_that_profiles_take_is_one_in_a_single_call(preset: str) -> None:
+def test_a_long_prefix_split_to_fit_profiles_equals_a_single_call(preset: str) -> None:
     engine = trt_engine(preset)
     tokens = np.random.default_rng(1).integers(3, 64, (2, 37))
     reference = OrtEngine(bundle_of(preset, "standard"), OrtOptions(threads=1))
     for want in (Want.LOGITS, Want.TOPK, Want.HIDDEN):
-        outs = [one.step(tokens, one.encode(SOURCE, MASK, Capacity(1, 64)), want) for one in (engine, reference)]
-        for name, other in vars(outs[1]).items():
-            one = getattr(outs[0], name)
-            assert (one is None) == (other is None)
-            if other is not None:
-                assert one.shape == other.shape
-                np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * max(1.0, float(np.abs(other).max())))
+        outs = [
+            backend.step(tokens, backend.encode(SOURCE, MASK, Capacity(1, 64)), want) for backend in (engine, reference)
+        ]
+        for name, expected in vars(outs[1]).items():
+            array = getattr(outs[0], name)
+            assert (array is None) == (expected is None)
+            if expected is not None:
+                assert array.shape == expected.shape
+                np.testing.assert_allclose(array, expected, rtol=0, atol=1e-5 * max(1.0, float(np.abs(expected).max())))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_what_another_decode_left_behind_is_not_read(preset: str) -> None:
+def test_leftovers_of_another_decode_are_not_read(preset: str) -> None:
     engine, device = started(preset)
     first = engine.encode(SOURCE, MASK, Capacity(1, 16))
     expected, used = fed(engine, first, 8), places(first)
@@ -237,10 +243,10 @@ def test_what_another_decode_left_behind_is_not_read(preset: str) -> None:
 def test_threads_decode_at_once_each_with_memory_of_its_own(preset: str) -> None:
     engine, device = started(preset)
     options = [DecodeOptions(max_new_tokens=20), DecodeOptions(num_beams=3, max_new_tokens=20)] * 6
-    expected = [said(decode(engine, SOURCES[:4], one)) for one in options]
+    expected = [all_tokens(decode(engine, SOURCES[:4], option)) for option in options]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda one: said(decode(engine, SOURCES[:4], one)), options))
-    assert found == expected
+        tokens = list(pool.map(lambda option: all_tokens(decode(engine, SOURCES[:4], option)), options))
+    assert tokens == expected
     engine.close()
     assert device.leaked == 0
 
@@ -248,12 +254,12 @@ def test_threads_decode_at_once_each_with_memory_of_its_own(preset: str) -> None
 def test_two_decodes_at_once_share_no_memory() -> None:
     engine, _ = started()
     engine.release(engine.encode(SOURCE, MASK, Capacity(1, 8)))
-    one, other = (engine.encode(SOURCE, MASK, Capacity(1, 8)) for _ in range(2))
-    assert not set(places(one)) & set(places(other))
+    state, other_state = (engine.encode(SOURCE, MASK, Capacity(1, 8)) for _ in range(2))
+    assert not set(places(state)) & set(places(other_state))
     assert len(engine.pool) == 0
 
 
-def test_few_memories_wait_and_the_oldest_are_freed() -> None:
+def test_few_memories_are_pooled_and_the_oldest_are_freed() -> None:
     engine, device = started()
     for beams in range(1, MOST_WAITING + 4):
         engine.release(engine.encode(SOURCE, MASK, Capacity(beams, 8)))
@@ -264,7 +270,7 @@ def test_few_memories_wait_and_the_oldest_are_freed() -> None:
     assert (device.leaked, device.pinned_now) == (0, 0)
 
 
-def test_a_result_that_somebody_kept_can_be_read_after_the_engine_is_closed() -> None:
+def test_a_result_that_is_still_referenced_can_be_read_after_the_engine_is_closed() -> None:
     engine, device = started()
     state = engine.encode(SOURCE, MASK, Capacity(1, 8))
     kept = engine.step(np.full((2, 1), 7), state, Want.LOGITS).logits
@@ -276,22 +282,23 @@ def test_a_result_that_somebody_kept_can_be_read_after_the_engine_is_closed() ->
     assert device.pinned_now == 0
 
 
-def test_half_precision_keeps_memory_and_caches_half_as_large_and_says_the_same(tmp_path: Path) -> None:
+def test_half_precision_halves_memory_and_caches_and_gives_the_same_tokens(tmp_path: Path) -> None:
     half = half_of("transformer-tiny")
     bundle = with_plans(half, tmp_path / "bundle")
     device = CpuDevice(bundle)
     engine, reference = TrtEngine(bundle, device), OrtEngine(half, OrtOptions(threads=1))
-    states = [one.encode(SOURCE, MASK, Capacity(1, 16)) for one in (engine, reference)]
+    states = [backend.encode(SOURCE, MASK, Capacity(1, 16)) for backend in (engine, reference)]
     rows = math.prod((2, 2, 256, 16)) * 2  # rows, heads, capacity, width, bytes
     first, second = places(states[0])[:2]
     assert second - first == rows
     for token in range(7, 15):
         tokens = np.full((2, 1), token)
-        found, expected = (
-            one.step(tokens, state, Want.LOGITS).logits for one, state in zip((engine, reference), states, strict=True)
+        logits, expected = (
+            backend.step(tokens, state, Want.LOGITS).logits
+            for backend, state in zip((engine, reference), states, strict=True)
         )
-        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-3 * float(np.abs(expected).max()))
-        assert (found.argmax(-1) == expected.argmax(-1)).all()
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-3 * float(np.abs(expected).max()))
+        assert (logits.argmax(-1) == expected.argmax(-1)).all()
 
 
 def test_one_source_runs_in_the_profile_for_one_and_more_in_the_other() -> None:
@@ -299,7 +306,7 @@ def test_one_source_runs_in_the_profile_for_one_and_more_in_the_other() -> None:
     for batch, profile in ((1, 0), (2, 1)):
         state = engine.encode(SOURCE[:batch], MASK[:batch], Capacity(1, 8))
         fed(engine, state, 1)
-        assert {one.profile for one in device.open if isinstance(one, CpuContext)} == {0, profile}
+        assert {context.profile for context in device.open if isinstance(context, CpuContext)} == {0, profile}
 
 
 def test_what_a_build_writes_is_what_the_engine_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,21 +314,23 @@ def test_what_a_build_writes_is_what_the_engine_reads(tmp_path: Path, monkeypatc
     half = half_of("transformer-tiny")
     shutil.copytree(half.path, tmp_path / "bundle")
     write_manifest(tmp_path / "bundle", replace(half.manifest, target="tensorrt-rtx"))
-    asked = BuildRequest(flavour="tensorrt-rtx", capabilities=("8.6",), profiles=({}, {"batch": ONE, "rows": UP_TO_4}))
-    bundle = build_engines(tmp_path / "bundle", asked, stage=lambda said: None)
-    # Plans are real, and only a GPU can load them: their records, sizes and names are what is tried here.
+    request = BuildRequest(
+        flavour="tensorrt-rtx", capabilities=("8.6",), profiles=({}, {"batch": ONE, "rows": UP_TO_4})
+    )
+    bundle = build_engines(tmp_path / "bundle", request, stage=lambda _: None)
+    # The plans are real and only a GPU can load them: this tests their records, sizes and names.
     monkeypatch.setattr(CpuDevice, "load", lambda device, path, record: CpuPlan(device, record))
     device = CpuDevice(bundle, GpuIdentity("test GPU", "tensorrt-rtx", rtx.__version__, "8.6"))
     engine, reference = TrtEngine(bundle, device), OrtEngine(half, OrtOptions(threads=1))
     for sources in ([[5, 6, 7]], [[8] * 20, [9]]):
-        found, expected = (decode(one, sources, BEAMS) for one in (engine, reference))
-        assert [one.tokens for one in found] == [one.tokens for one in expected]
-    assert {one.profile for one in device.open if isinstance(one, CpuContext)} == {0, 1}
+        hypotheses, expected = (decode(backend, sources, BEAMS) for backend in (engine, reference))
+        assert [hypothesis.tokens for hypothesis in hypotheses] == [hypothesis.tokens for hypothesis in expected]
+    assert {context.profile for context in device.open if isinstance(context, CpuContext)} == {0, 1}
     with pytest.raises(SpecMismatch, match=r"profile 0 takes 1…8 sources .*; profile 1 takes 1…1 sources"):
         decode(engine, [[5]] * 9)
 
 
-def test_of_a_model_with_both_kinds_of_state_only_sums_change_places() -> None:
+def test_only_sums_change_places_in_a_model_with_both_kinds_of_state() -> None:
     spec = replace(plans_of("transformer-tiny").spec, state=(*cache_specs(0, 2, 16), *recurrent_specs(1, 2, 4, 16)))
     device = CpuDevice(plans_of("transformer-tiny"))
     memory = DecodeMemory(device, spec, DecodeMemoryShape(batch=2, source=16, rows_per_source=2))
@@ -341,10 +350,10 @@ def test_of_a_model_with_both_kinds_of_state_only_sums_change_places() -> None:
     assert device.leaked == 0
 
 
-def test_a_state_may_be_given_back_by_a_thread_that_is_in_the_middle_of_a_step() -> None:
+def test_a_state_may_be_released_by_a_thread_in_the_middle_of_a_step() -> None:
     engine, device = started()
     state = engine.encode(SOURCE, MASK, Capacity(1, 8))
-    # As when the garbage collector drops a stream there: nothing may be asked of the device, and nobody waited for.
+    # As when the garbage collector drops a stream there: it must not touch the device or wait for a lock.
     with engine._lock:
         memory = dict(device.memory)
         engine.release(state)
@@ -352,7 +361,7 @@ def test_a_state_may_be_given_back_by_a_thread_that_is_in_the_middle_of_a_step()
     assert len(engine.pool) == 1
 
 
-def test_who_waits_for_a_result_gets_it_before_the_memory_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_that_waits_for_a_result_gets_it_before_the_memory_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, device = started()
     state = engine.encode(SOURCE, MASK, Capacity(1, 8))
     waiting, done = Event(), Event()
@@ -374,13 +383,13 @@ def test_who_waits_for_a_result_gets_it_before_the_memory_is_freed(monkeypatch: 
     assert device.leaked == 0
 
 
-def test_the_device_s_clock_times_the_work_of_each_step_recorded_or_not() -> None:
+def test_the_clock_of_the_device_times_each_step_recorded_or_not() -> None:
     engine, device = started()
     clock = stopwatch_of(engine)
     assert clock is not None
     for _ in range(2):
         times, _ = timed_decode(engine, [np.array(SOURCE[0])], DecodeOptions(max_new_tokens=5), clock)
-        # The test device's clock ticks once a run: the encoder's came before the first mark.
+        # The test device's clock ticks once per run; the encoder's tick came before the first mark.
         assert times.device_steps == (1.0,) * len(times.steps)
     engine.close()
     assert not device.open

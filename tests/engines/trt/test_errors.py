@@ -1,4 +1,4 @@
-"""What can go wrong with plans: each an error of ours that says what to do, and nothing on the device left behind."""
+"""Everything that can go wrong with plans: our own error that says what to do, and nothing left on the device."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +23,7 @@ BEAMS = DecodeOptions(num_beams=3, max_new_tokens=12)
 
 
 def refused(bundle: Bundle, here: GpuIdentity = HERE) -> str:
-    """Return what is said when an engine cannot be opened; nothing of it may stay."""
+    """Return the message of an engine that cannot be opened, and check that it leaks nothing."""
     device = CpuDevice(bundle, here)
     with pytest.raises((BackendUnavailable, BundleError)) as caught:
         TrtEngine(bundle, device)
@@ -42,11 +42,11 @@ def test_a_device_that_is_full_at_any_allocation_is_an_error_and_the_engine_goes
     for number in range(20):
         device.fail_at = number
         try:
-            found = decode(engine, [[5, 6, 7]], BEAMS)
+            hypotheses = decode(engine, [[5, 6, 7]], BEAMS)
         except OutOfDeviceMemory:
             failures += 1
             continue
-        assert found == expected
+        assert hypotheses == expected
         break
     assert failures >= 2
     device.fail_at = None
@@ -55,7 +55,7 @@ def test_a_device_that_is_full_at_any_allocation_is_an_error_and_the_engine_goes
     assert (device.leaked, device.pinned_now) == (0, 0)
 
 
-def test_memory_that_waits_is_freed_for_who_needs_it() -> None:
+def test_pooled_memory_is_freed_when_another_decode_needs_it() -> None:
     bundle = plans_of("transformer-tiny")
     device = CpuDevice(bundle)
     engine = TrtEngine(bundle, device)
@@ -74,11 +74,11 @@ def test_memory_that_waits_is_freed_for_who_needs_it() -> None:
     assert (device.leaked, device.pinned_now) == (0, 0)
 
 
-def test_a_run_that_fails_names_plan_profile_and_sizes_and_its_memory_is_not_used_again() -> None:
+def test_a_failed_run_names_plan_profile_and_sizes_and_its_memory_is_not_reused() -> None:
     bundle = plans_of("transformer-tiny")
     device = CpuDevice(bundle)
     engine = TrtEngine(bundle, device)
-    for steps in (0, 1, 5):  # the first run, the one that is recorded, and a shape of its own afterwards
+    for steps in (0, 1, 5):  # the first run, the recorded run, and a new shape after them
         state = engine.encode(SOURCE, MASK, Capacity(1, 32))
         for _ in range(steps):
             engine.step(np.full((2, 1), 7), state, Want.LOGITS)
@@ -136,7 +136,7 @@ def test_sizes_that_no_profile_takes_are_refused_with_tensor_axis_and_ranges_bef
     assert not device.memory
 
 
-def test_every_profile_is_named_that_does_not_fit(tmp_path: Path) -> None:
+def test_every_profile_that_does_not_fit_is_named(tmp_path: Path) -> None:
     profiles = tuple(ranges(batch=batch, rows=8, source=source, step=4) for batch, source in ((1, 64), (4, 8)))
     bundle = with_plans(bundle_of("transformer-tiny", "standard"), tmp_path / "bundle", profiles)
     engine = TrtEngine(bundle, CpuDevice(bundle))
@@ -185,14 +185,14 @@ def test_a_plan_of_another_version_or_gpu_is_refused_with_both_named() -> None:
 def test_among_plans_of_several_gpus_those_for_this_one_are_run(tmp_path: Path) -> None:
     standard = bundle_of("transformer-tiny", "standard")
     bundle = with_plans(standard, tmp_path / "bundle")
-    others = [replace(one, compute_capabilities=("12.0",)) for one in bundle.manifest.plans]
+    others = [replace(plan, compute_capabilities=("12.0",)) for plan in bundle.manifest.plans]
     both = write_manifest(bundle.path, replace(bundle.manifest, plans=(*others, *bundle.manifest.plans)))
     assert decode(TrtEngine(both, CpuDevice(both)), [[5, 6]], BEAMS)
 
 
 def test_plans_of_another_graph_and_bundles_without_plans_are_refused(tmp_path: Path) -> None:
     bundle = with_plans(bundle_of("transformer-tiny", "standard"), tmp_path / "bundle")
-    other = [replace(one, graph_sha256="0" * 64) for one in bundle.manifest.plans]
+    other = [replace(plan, graph_sha256="0" * 64) for plan in bundle.manifest.plans]
     changed = write_manifest(bundle.path, replace(bundle.manifest, plans=tuple(other)))
     assert "sm89.plan is for another graph" in refused(changed)
     none = write_manifest(bundle.path, replace(bundle.manifest, plans=()))
@@ -205,7 +205,7 @@ def test_plans_run_where_their_graphs_were_dropped(tmp_path: Path) -> None:
 
     bundle = with_plans(bundle_of("transformer-tiny", "standard"), tmp_path / "bundle")
     drop_graphs(bundle.path)
-    # The test device runs the graph itself, which is elsewhere.
+    # The test device runs the graph itself, which is in another folder.
     dropped, device = read_bundle(bundle.path), CpuDevice(plans_of("transformer-tiny"))
     assert decode(TrtEngine(dropped, device), [[5, 6]], BEAMS) == decode(
         trt_engine("transformer-tiny"), [[5, 6]], BEAMS
@@ -213,12 +213,12 @@ def test_plans_run_where_their_graphs_were_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"a plan", b"a plan of onnxruntime: encoder and more"], ids=repr)
-def test_a_damaged_plan_is_refused_by_its_hash_and_by_who_loads_it(content: bytes, tmp_path: Path) -> None:
+def test_a_damaged_plan_is_refused_by_its_hash_and_by_the_loader(content: bytes, tmp_path: Path) -> None:
     bundle = with_plans(bundle_of("transformer-tiny", "standard"), tmp_path / "bundle")
     bundle.file(bundle.manifest.plans[0].file).write_bytes(content)
     with pytest.raises(BundleError, match=r"encoder-tensorrt-rtx-1\.7\.1-sm89\.plan: expected"):
         read_bundle(bundle.path)
-    # As it would be if somebody had written a manifest for it.
+    # As if somebody had written a manifest for it.
     assert "cannot be loaded: it is damaged" in refused(write_manifest(bundle.path, bundle.manifest))
 
 
@@ -227,7 +227,7 @@ def test_a_plan_that_is_not_the_contracts_is_refused_with_every_reason(monkeypat
 
     def changed(device: CpuDevice, path: Path, record: object) -> CpuPlan:
         plan = loaded(device, path, record)  # type: ignore[arg-type]
-        first, *rest = (one for one in plan.tensors if one.name != plan.spec.source_mask.name)
+        first, *rest = (tensor for tensor in plan.tensors if tensor.name != plan.spec.source_mask.name)
         plan.tensors = (replace(first, dtype="int32"), *rest, GraphTensor("more", "output", "float32", (2,)))
         return plan
 
@@ -237,7 +237,7 @@ def test_a_plan_that_is_not_the_contracts_is_refused_with_every_reason(monkeypat
     assert "source must be an input, int64 [-1, -1], found an input, int32 [-1, -1]" in message
 
 
-def test_profiles_and_aliases_that_are_not_as_said_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_profiles_and_aliases_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = plans_of("fat-tiny")
     monkeypatch.setattr(CpuPlan, "aliased", lambda plan, name: "tokens" if name.startswith("present.") else None)
     message = refused(bundle)

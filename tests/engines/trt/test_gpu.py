@@ -1,4 +1,4 @@
-"""What only a GPU can show: plans that are built, loaded and run by the real TensorRT, held to the reference."""
+"""Tests that need a GPU: plans built, loaded and run by the real TensorRT, compared with the reference."""
 
 import shutil
 from dataclasses import replace
@@ -35,7 +35,7 @@ BEAMS = DecodeOptions(num_beams=4, num_return_sequences=4, max_new_tokens=24)
 
 
 def built(preset: str, flavour: Flavour) -> Bundle:
-    """Return a preset with plans for the GPU that is here."""
+    """Return a preset with plans for this machine's GPU."""
     pytest.importorskip(BUILDERS[flavour].module)
     pytest.importorskip("cuda.bindings.runtime")
     standard = bundle_of(preset, "standard")
@@ -66,14 +66,14 @@ def test_beams_and_prefixes_are_those_of_onnxruntime(preset: str, flavour: Flavo
     engine, reference = opened_engine(bundle), OrtEngine(bundle, OrtOptions(threads=1))
     sources = [[5, 6, 7], [8] * 20, [9]]
     for options in (BEAMS, DecodeOptions(prefix=[5, 6, 7] * 8, max_new_tokens=16)):
-        found, again, expected = (decode(one, sources, options) for one in (engine, engine, reference))
-        assert [one.tokens for one in found] == [one.tokens for one in expected]
-        assert [one.tokens for one in again] == [one.tokens for one in expected]
+        hypotheses, again, expected = (decode(backend, sources, options) for backend in (engine, engine, reference))
+        assert [hypothesis.tokens for hypothesis in hypotheses] == [hypothesis.tokens for hypothesis in expected]
+        assert [hypothesis.tokens for hypothesis in again] == [hypothesis.tokens for hypothesis in expected]
     engine.close()
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
-def test_memory_of_the_device_is_given_back(flavour: Flavour) -> None:
+def test_memory_of_the_device_is_freed(flavour: Flavour) -> None:
     from cuda.bindings import runtime
 
     bundle = built("transformer-tiny", flavour)
@@ -85,7 +85,7 @@ def test_memory_of_the_device_is_given_back(flavour: Flavour) -> None:
             engine.step(np.array([[7]]), state, Want.LOGITS)
         engine.close()
         free.append(runtime.cudaMemGetInfo()[1])
-    # The first time CUDA and TensorRT load what they keep.
+    # The first time, CUDA and TensorRT load modules that stay in memory.
     assert free[1] == free[2] == free[3]
 
 

@@ -1,4 +1,4 @@
-"""``fatdeploy export --precision``: one quantized bundle from the command to its record, and what is refused before."""
+"""``fatdeploy export --precision``: one quantized bundle from the command to its record, and what is refused early."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ from tests.support.bundles import bundle_of, model_of, shared_bundle
 from tests.support.choices import tiny
 
 TINY = "transformer-tiny"
-# The longest source is no multiple of WHOLE: it cannot be padded to one.
+# The longest source is not a multiple of SOURCE_MULTIPLE: it cannot be padded to one.
 MOST = 30
 PLAIN: dict[str, Any] = {
     "precision": "fp32",
@@ -50,12 +50,12 @@ PLAIN: dict[str, Any] = {
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(one) for one in arguments])
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 @cache
 def exported() -> tuple[Bundle, dict[str, str]]:
-    """Return a bundle that the command has written, and what it said."""
+    """Return a bundle that the command has written, and its output."""
     options = ("--precision", "int8", "--attention", 1, "--max-source", MOST, "--max-target", 40)
 
     def write(folder: Path) -> None:
@@ -64,8 +64,8 @@ def exported() -> tuple[Bundle, dict[str, str]]:
         folder.with_suffix(".json").write_text(json.dumps({"stdout": result.stdout, "stderr": result.stderr}))
 
     bundle = shared_bundle("exported-int8", write)
-    said: dict[str, str] = json.loads(bundle.path.with_suffix(".json").read_text())
-    return bundle, said
+    output: dict[str, str] = json.loads(bundle.path.with_suffix(".json").read_text())
+    return bundle, output
 
 
 def certificate_of(bundle: Bundle) -> dict[str, Any]:
@@ -90,15 +90,18 @@ def test_a_quantized_bundle_has_its_probes_its_gate_and_no_float_matrices() -> N
         "saturation.onnx",
         "weights.bin",
     ]
-    assert sorted(one.name for one in bundle.path.iterdir()) == sorted([*bundle.manifest.files, "manifest.json"])
+    assert sorted(path.name for path in bundle.path.iterdir()) == sorted([*bundle.manifest.files, "manifest.json"])
     manifest = bundle.manifest
     assert (manifest.precision, manifest.target) == ("int8", "ort-cpu")
-    found = manifest.quantization
-    assert found is not None
-    assert (found.cpu, found.weight_bits, found.enforced) == ("any", 7, False)
-    assert len(found.matrices) == 24
-    assert found.matrices["embedding"] == "int8"
-    assert {kind for name, kind in found.matrices.items() if name != "embedding"} <= {"int8 static", "int8 by row"}
+    quantization = manifest.quantization
+    assert quantization is not None
+    assert (quantization.cpu, quantization.weight_bits, quantization.enforced) == ("any", 7, False)
+    assert len(quantization.matrices) == 24
+    assert quantization.matrices["embedding"] == "int8"
+    assert {kind for name, kind in quantization.matrices.items() if name != "embedding"} <= {
+        "int8 static",
+        "int8 by row",
+    }
     for part in ("encoder.onnx", "decoder.onnx"):
         ops = manifest.histograms[part]
         assert ops.keys() == {"traced", "simplified", "quantized"}
@@ -108,8 +111,8 @@ def test_a_quantized_bundle_has_its_probes_its_gate_and_no_float_matrices() -> N
 
 
 def test_the_stages_are_named_and_both_proofs_are_shown() -> None:
-    bundle, said = exported()
-    assert said["stderr"].splitlines() == [
+    bundle, output = exported()
+    assert output["stderr"].splitlines() == [
         "tracing the encoder …",
         "tracing the decoder …",
         "simplifying …",
@@ -119,46 +122,46 @@ def test_the_stages_are_named_and_both_proofs_are_shown() -> None:
         "quantizing …",
         "calibrating with 32 sources …",
     ]
-    found = certificate_of(bundle)["gate"]["agreement"]
-    first, second = said["stdout"].splitlines()
+    agreement = certificate_of(bundle)["gate"]["agreement"]
+    first, second = output["stdout"].splitlines()
     assert first.startswith(f"{bundle.path}: {bundle.total_bytes / 1e6:.1f} MB; 520 tokens of 13 rows are the ")
     assert second == (
-        f"{bundle.path}: int8: {found['share']:.2%} of {found['tokens']} tokens and {found['same_sequences']} of 32 "
-        "targets are the reference's (random weights: reported, no bar)"
+        f"{bundle.path}: int8: {agreement['share']:.2%} of {agreement['tokens']} tokens and "
+        f"{agreement['same_sequences']} of 32 targets are the reference's (random weights: reported, no bar)"
     )
 
 
-def test_the_certificate_says_what_the_gate_found_and_where() -> None:
+def test_the_certificate_records_the_result_of_the_gate_and_the_machine() -> None:
     certificate = certificate_of(exported()[0])
     assert (certificate["precision"], certificate["parity"]["tokens"]) == ("int8", 13 * 40)
-    found = certificate["gate"]
-    assert (found["bar"], found["points"], found["enforced"], found["kept"]) == (0.99, 0.3, False, [])
-    assert (found["row_difference"], found["metric"]) == (0.0, None)
-    assert found["agreement"]["sequences"] == 32
-    assert 0.8 < found["agreement"]["share"] < 1
-    assert found["agreement"]["share"] == found["agreement"]["same_tokens"] / found["agreement"]["tokens"]
-    assert 0 < found["median_error_of_margin"] < 0.5
-    assert 0 < found["steps_in_danger"] < 0.5
+    gate = certificate["gate"]
+    assert (gate["bar"], gate["points"], gate["enforced"], gate["kept"]) == (0.99, 0.3, False, [])
+    assert (gate["row_difference"], gate["metric"]) == (0.0, None)
+    assert gate["agreement"]["sequences"] == 32
+    assert 0.8 < gate["agreement"]["share"] < 1
+    assert gate["agreement"]["share"] == gate["agreement"]["same_tokens"] / gate["agreement"]["tokens"]
+    assert 0 < gate["median_error_of_margin"] < 0.5
+    assert 0 < gate["steps_in_danger"] < 0.5
     machine = this_machine()
     (here,) = certificate["checked_on"]
     assert (here["cpu_class"], here["machine"]["cpu"]) == (cpu_class(machine), machine.cpu)
-    assert here["share"] == found["agreement"]["share"]
+    assert here["share"] == gate["agreement"]["share"]
 
 
 def test_verify_counts_again_on_this_machine() -> None:
     bundle, _ = exported()
-    found = certificate_of(bundle)["gate"]["agreement"]
+    agreement = certificate_of(bundle)["gate"]["agreement"]
     result = run("verify", bundle.path)
     assert result.exit_code == 0, result.stderr
     assert result.stdout == (
-        f"{bundle.path}: {found['same_tokens']} of {found['tokens']} tokens ({found['share']:.2%}) and "
-        f"{found['same_sequences']} of 32 targets are the reference's (random weights: judged by the export's; "
-        f"{found['share']:.2%} when it was exported); a row of a batch is what the row alone is, bit for bit\n"
+        f"{bundle.path}: {agreement['same_tokens']} of {agreement['tokens']} tokens ({agreement['share']:.2%}) and "
+        f"{agreement['same_sequences']} of 32 targets are the reference's (random weights: judged by the export's; "
+        f"{agreement['share']:.2%} when it was exported); a row of a batch is what the row alone is, bit for bit\n"
     )
     values = json.loads(run("verify", bundle.path, "--json").stdout)
     assert values == {
-        **found,
-        "recorded_share": found["share"],
+        **agreement,
+        "recorded_share": agreement["share"],
         "bar": 0.99,
         "enforced": False,
         "row_difference": 0.0,
@@ -171,7 +174,7 @@ def test_verify_does_not_compare_a_quantized_bundle_with_the_live_model() -> Non
     assert "against compares the logits of fp32, found int8" in result.stderr
 
 
-def test_a_record_stands_in_the_place_of_an_older_one_of_this_kind_of_cpu(copied: Bundle) -> None:
+def test_a_record_replaces_an_older_one_of_this_kind_of_cpu(copied: Bundle) -> None:
     (before,) = certificate_of(copied)["checked_on"]
     result = run("verify", copied.path, "--record")
     assert result.exit_code == 0, result.stderr
@@ -187,30 +190,30 @@ def test_a_record_is_refused_for_fp32() -> None:
     assert "record is for quantized bundles, found fp32" in result.stderr
 
 
-def test_inspect_shows_how_matrices_are_stored_and_what_the_gate_found() -> None:
+def test_inspect_shows_how_matrices_are_stored_and_the_result_of_the_gate() -> None:
     bundle, _ = exported()
     result = run("inspect", bundle.path)
     assert result.exit_code == 0, result.stderr
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
-    said = bundle.manifest.quantization
-    assert said is not None
-    kinds = [kind for name, kind in said.matrices.items() if name != "embedding"]
+    quantization = bundle.manifest.quantization
+    assert quantization is not None
+    kinds = [kind for name, kind in quantization.matrices.items() if name != "embedding"]
     counted = ", ".join(f"{kinds.count(kind)} {kind}" for kind in ("int8 by row", "int8 static") if kind in kinds)
     certificate = certificate_of(bundle)
-    found, cpu = certificate["gate"]["agreement"], certificate["machine"]["cpu"] or "an unknown CPU"
+    agreement, cpu = certificate["gate"]["agreement"], certificate["machine"]["cpu"] or "an unknown CPU"
     for line in (
         f"precision int8 for --cpu any (7-bit weights in int8); 23 matrices: {counted}; embedding int8",
         f"size {bundle.total_bytes / 1e6:.1f} MB in 8 files",
-        f"verified int8: {found['share']:.2%} of {found['tokens']} tokens (random weights: no bar); before, in fp32: "
-        f"520 tokens of 13 rows on {cpu}, onnxruntime CPU",
-        f"checked on {cpu_class(this_machine()) or 'an unknown CPU'} ({found['share']:.2%})",
+        f"verified int8: {agreement['share']:.2%} of {agreement['tokens']} tokens (random weights: no bar); "
+        f"before, in fp32: 520 tokens of 13 rows on {cpu}, onnxruntime CPU",
+        f"checked on {cpu_class(this_machine()) or 'an unknown CPU'} ({agreement['share']:.2%})",
         "alignments cross-attention of layer 1",
     ):
         assert line in lines
     decoder = lines[lines.index("decoder.onnx") :]
     assert [line.partition(":")[0] for line in decoder if " ops: " in line] == ["traced", "simplified", "quantized"]
     values = json.loads(run("inspect", bundle.path, "--json").stdout)
-    assert values["quantization"]["matrices"] == said.matrices
+    assert values["quantization"]["matrices"] == quantization.matrices
     assert values["certificate"] == certificate
 
 
@@ -227,7 +230,7 @@ def test_inspect_shows_the_bar_and_every_kind_of_cpu(copied: Bundle) -> None:
 
 
 @pytest.mark.parametrize("damage", [{"gate": {}}, {"checked_on": [{}]}, {"checked_on": 3}])
-def test_inspect_refuses_a_certificate_that_says_half_of_it(copied: Bundle, damage: dict[str, Any]) -> None:
+def test_inspect_refuses_an_incomplete_certificate(copied: Bundle, damage: dict[str, Any]) -> None:
     (copied.path / "parity.json").write_text(json.dumps({**certificate_of(copied), **damage}))
     write_manifest(copied.path, copied.manifest)
     result = run("inspect", copied.path)
@@ -249,39 +252,39 @@ def test_alignments_have_the_width_of_the_source_however_far_it_is_padded() -> N
         source = draw.integers(3, 64, (2, length))
         mask = np.ones_like(source, bool)
         mask[1, (length + 1) // 2 :] = False
-        found, expected = (
+        weights, expected = (
             [
-                np.array(one.step(tokens, state, Want.LOGITS).attention)
-                for state in [one.encode(source, mask, Capacity(1, 8))]
+                np.array(backend.step(tokens, state, Want.LOGITS).attention)
+                for state in [backend.encode(source, mask, Capacity(1, 8))]
                 for tokens in (np.array([[1], [1]]), np.array([[5, 6], [7, 8]]))
             ]
-            for one in (engine, reference)
+            for backend in (engine, reference)
         )
-        assert [one.shape for one in found] == [(2, 2, 1, length), (2, 2, 2, length)]
-        for mine, theirs in zip(found, expected, strict=True):
+        assert [array.shape for array in weights] == [(2, 2, 1, length), (2, 2, 2, length)]
+        for mine, theirs in zip(weights, expected, strict=True):
             np.testing.assert_allclose(mine.sum(-1), 1, atol=1e-5)
             np.testing.assert_allclose(mine, theirs, atol=0.1)
             assert not mine[1, ..., (length + 1) // 2 :].any()
 
 
-def test_alignments_of_a_decode_have_a_place_for_each_token_of_the_source_also_when_rows_leave() -> None:
+def test_alignments_of_a_decode_cover_each_source_token_even_when_rows_leave() -> None:
     engine, draw = OrtEngine(exported()[0]), np.random.default_rng(1)
     sources = [draw.integers(3, 64, length) for length in (5, 1, 7, 2, MOST)]
     for options in (DecodeOptions(max_new_tokens=9), DecodeOptions(max_new_tokens=9, num_beams=3)):
         together = decode(engine, sources, options)
-        for source, one in zip(sources, together, strict=True):
+        for source, hypothesis in zip(sources, together, strict=True):
             (alone,) = decode(engine, [source], options)
-            assert one.tokens == alone.tokens
-            assert one.alignments is not None
-            assert one.alignments.shape == (len(one.tokens), len(source))
-            np.testing.assert_array_equal(one.alignments, alone.alignments)
+            assert hypothesis.tokens == alone.tokens
+            assert hypothesis.alignments is not None
+            assert hypothesis.alignments.shape == (len(hypothesis.tokens), len(source))
+            np.testing.assert_array_equal(hypothesis.alignments, alone.alignments)
 
 
 # -- what is refused before anything is traced -------------------------------------------------------------------------
 
 
 def refused(*arguments: object) -> str:
-    """Return the one line that an export is refused with, before it began."""
+    """Return the one line of an export that is refused before it begins."""
     result = run("export", *arguments)
     assert (result.exit_code, result.stdout) == (1, "")
     (line,) = result.stderr.splitlines()
@@ -305,7 +308,7 @@ def test_trained_weights_need_real_sources(checkpoint: Path) -> None:
     assert not out.exists()
 
 
-def test_sources_that_the_model_cannot_read_are_told_before_anything_is_traced(checkpoint: Path) -> None:
+def test_sources_that_the_model_cannot_read_are_reported_before_anything_is_traced(checkpoint: Path) -> None:
     out, sources = checkpoint.with_name("out"), checkpoint.with_name("sources.txt")
     sources.write_text("3 4 5\n6 99\n")
     line = refused(checkpoint, "--out", out, "--precision", "int8", "--calibration", sources, "--probes", sources)
@@ -324,8 +327,8 @@ def test_probes_with_some_targets_are_refused_before_anything_is_traced(checkpoi
     )
 
 
-def test_the_metrics_of_the_command_are_those_that_there_are() -> None:
-    (option,) = [one for one in export.params if one.name == "metric"]
+def test_the_command_offers_every_metric() -> None:
+    (option,) = [parameter for parameter in export.params if parameter.name == "metric"]
     assert isinstance(option.type, click.Choice)
     assert set(option.type.choices) == set(METRICS)
 
@@ -341,9 +344,9 @@ def test_fp32_has_nothing_to_choose(tmp_path: Path) -> None:
     assert line == ("Error: nothing is quantized in fp32 (use --precision int8 or int4): --calibration is for integers")
 
 
-def test_precisions_that_are_none_are_refused_at_once(tmp_path: Path) -> None:
-    given = ("--precision-of", "output", "--precision-of", "output=int7", "--precision-of", "ffn*=int8")
-    line = refused(TINY, "--out", tmp_path / "out", "--precision", "int8", *given)
+def test_invalid_precisions_are_refused_together(tmp_path: Path) -> None:
+    options = ("--precision-of", "output", "--precision-of", "output=int7", "--precision-of", "ffn*=int8")
+    line = refused(TINY, "--out", tmp_path / "out", "--precision", "int8", *options)
     assert line == (
         "Error: --precision-of refused: 'output' must be NAME=fp32|int8|int4; 'output=int7' must be NAME=fp32|int8|int4"
     )
@@ -355,23 +358,23 @@ def test_a_cpu_that_does_not_exist_is_a_usage_error(tmp_path: Path) -> None:
     assert "'riscv' is not one of 'any', 'x86-avx2', 'x86-vnni', 'arm64'" in result.stderr
 
 
-# -- options as what the pipeline takes --------------------------------------------------------------------------------
+# -- options as the pipeline takes them --------------------------------------------------------------------------------
 
 
-def test_options_become_what_is_asked() -> None:
+def test_options_become_a_request() -> None:
     assert precision_of(PLAIN) == "fp32"
     assert precision_of({**PLAIN, "precision": "int8"}) == QuantizeRequest(
         precision="int8", cpu="any", of={}, bar=Bar(0.99, 0.3)
     )
-    given = {"precision": "int4", "cpu": "arm64", "recover": True, "min_agreement": 0.9, "max_loss": 1.5}
-    given |= {"metric": "bleu"}
-    assert precision_of({**PLAIN, **given, "precision_of": ("output=int8",)}) == QuantizeRequest(
+    values = {"precision": "int4", "cpu": "arm64", "recover": True, "min_agreement": 0.9, "max_loss": 1.5}
+    values |= {"metric": "bleu"}
+    assert precision_of({**PLAIN, **values, "precision_of": ("output=int8",)}) == QuantizeRequest(
         precision="int4", cpu="arm64", of={"output": "int8"}, recover=True, bar=Bar(0.9, 1.5), metric="bleu"
     )
 
 
-def test_all_that_is_useless_in_fp32_is_told_at_once() -> None:
-    given = {
+def test_all_options_without_effect_in_fp32_are_reported_at_once() -> None:
+    values = {
         "precision_of": ("output=int8",),
         "cpu": "arm64",
         "calibration": Path("a"),
@@ -386,16 +389,16 @@ def test_all_that_is_useless_in_fp32_is_told_at_once() -> None:
     names = ("--precision-of", "--calibration", "--probes", "--recover", "--cpu", "--min-agreement", "--max-loss")
     names += ("--metric", "--activations", "--ranges")
     with pytest.raises(ConfigError, match=f": {'; '.join(f'{name} is for integers' for name in names)}$"):
-        precision_of({**PLAIN, **given})
+        precision_of({**PLAIN, **values})
 
 
-def test_precisions_are_read_from_text_and_a_later_one_counts() -> None:
+def test_precisions_are_read_from_text_and_the_last_one_wins() -> None:
     assert precisions_from_text(()) == {}
-    found = precisions_from_text(("encoder.*=fp32", "output=int4", "a=b=int8", "output=int8"))
-    assert found == {"encoder.*": "fp32", "output": "int8", "a=b": "int8"}
+    precisions = precisions_from_text(("encoder.*=fp32", "output=int4", "a=b=int8", "output=int8"))
+    assert precisions == {"encoder.*": "fp32", "output": "int8", "a=b": "int8"}
 
 
 @pytest.mark.parametrize("text", ["output", "=int8", "output=", "output=fp16", "output=INT8", ""])
-def test_a_precision_that_is_none_is_refused(text: str) -> None:
+def test_an_invalid_precision_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=rf"--precision-of refused: '{text}' must be NAME=fp32\|int8\|int4$"):
         precisions_from_text((text,))

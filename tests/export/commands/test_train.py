@@ -33,7 +33,7 @@ from tests.support.trainings import plan, spelled
 
 ROOT = Path(__file__).parents[3]
 PATIENCE = 120.0
-# The plan of tests.support.trainings in words of the command line.
+# The plan of tests.support.trainings as command-line options.
 CHANGES = {"max_source": 8, "max_target": 16, "encoder_layers": 1, "decoder_layers": 1}
 OPTIONS = [
     *("--preset", "fat-tiny", "--tokenizer", "symbols"),
@@ -59,12 +59,12 @@ def whole(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(pairs: Path, folder: Path, *more: str, before: tuple[str, ...] = ()) -> Result:
-    """Train in this process; what is at stake is no process."""
+    """Train in this process: the test does not need a separate one."""
     return CliRunner().invoke(main, [*before, "train", str(pairs), "--out", str(folder), *OPTIONS, *more])
 
 
 def error_of(result: Result, code: int = 1) -> str:
-    """Return the error that a command ended with, which is one line and nothing else."""
+    """Return the error of a command, which must be its only output and one line."""
     assert (result.exit_code, result.stdout) == (code, "")
     *_, line = result.stderr.splitlines()
     assert code == 2 or result.stderr == f"{line}\n"
@@ -72,7 +72,7 @@ def error_of(result: Result, code: int = 1) -> str:
 
 
 def started(pairs: Path, folder: Path, *more: str, first: str = "") -> subprocess.Popen[str]:
-    """Start a training in a process of its own, which runs ``first`` before."""
+    """Start a training in its own process, which runs ``first`` before it."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{first}\nfrom fatdeploy.cli import main\nmain()"
     arguments = ["-q", "train", str(pairs), "--out", str(folder), *OPTIONS, *more]
     return subprocess.Popen(
@@ -86,10 +86,10 @@ def states_of(folder: Path, process: subprocess.Popen[str]) -> Iterator[int]:
     while process.poll() is None:
         assert time.monotonic() < deadline
         try:
-            found = (folder / STATE).stat()
+            status = (folder / STATE).stat()
         except FileNotFoundError:
             continue
-        now = (found.st_ino, found.st_mtime_ns)
+        now = (status.st_ino, status.st_mtime_ns)
         if before not in (None, now):
             yield 1
         before = now
@@ -157,7 +157,7 @@ def test_a_training_that_is_killed_again_and_again_ends_with_the_same_bytes(
         if process.poll() is None:
             process.kill()
         out, error = process.communicate(timeout=PATIENCE)
-        if not (folder / STATE).exists():  # the last thing that a training does is to remove it
+        if not (folder / STATE).exists():  # a training removes it at the very end
             break
         assert (process.returncode, out, error) == (-signal.SIGKILL, "", "")
         n_killed += 1
@@ -182,9 +182,9 @@ def test_ctrl_c_saves_a_whole_step(pairs: Path, tmp_path: Path) -> None:
         if getattr(event, "step", 0) == n_steps:
             break
     training.trainer.save()
-    expected, found = (load_file(one / STATE) for one in (tmp_path / "other", folder))
-    assert expected.keys() == found.keys()
-    assert all(expected[name].equal(found[name]) for name in expected)
+    expected, state = (load_file(path / STATE) for path in (tmp_path / "other", folder))
+    assert expected.keys() == state.keys()
+    assert all(expected[name].equal(state[name]) for name in expected)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -200,7 +200,7 @@ def test_the_first_signal_asks_and_the_second_one_acts(number: signal.Signals) -
 def test_a_full_disk_loses_nothing(pairs: Path, whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     size = (whole / WEIGHTS).stat().st_size
-    # Room for the weights, and for the first state, but not for what the optimiser remembers after a step.
+    # Room for the weights and for the first state, but not for the state of the optimiser after a step.
     limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({2 * size}, {2 * size}))"
     process = started(pairs, folder, "--save-seconds", "0", first=limit)
     out, error = process.communicate(timeout=PATIENCE)
@@ -221,18 +221,18 @@ def test_a_terminal_shows_epoch_steps_and_loss(pairs: Path, tmp_path: Path) -> N
     lines = re.findall(rf"\repoch 1/1 \[(#*)(-*)\] (\d+)/{n_steps}  loss \d\.\d{{3}}\x1b\[K", shown)
     assert [int(step) for _, _, step in lines] == [1, *range(5, n_steps + 1, 5)]
     assert all(len(done) == 20 * int(step) // n_steps and len(done + left) == 20 for done, left, step in lines)
-    # Nothing of it is left when the epoch is told.
+    # It is erased when the epoch is reported.
     assert re.search(r"\r\x1b\[Kepoch 1/1  (\d+\.\d) s, \1 s total  training loss", shown)
     assert out.startswith(f"{tmp_path / 'model'}: token errors ")
 
 
-def test_quiet_says_nothing_but_the_result(pairs: Path, tmp_path: Path) -> None:
+def test_quiet_prints_only_the_result(pairs: Path, tmp_path: Path) -> None:
     result = train(pairs, tmp_path / "model", "--epochs", "1", before=("--quiet",))
     assert (result.exit_code, result.stderr) == (0, "")
     assert len(result.stdout.splitlines()) == 1
 
 
-def test_the_next_command_means_the_folder_where_a_model_has_its_name(
+def test_the_next_command_names_the_folder_even_if_a_model_has_the_same_name(
     pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -257,16 +257,14 @@ def test_json_is_the_report(pairs: Path, tmp_path: Path) -> None:
     assert epoch.startswith("epoch 1/1 ")
 
 
-def test_a_folder_that_exists_is_neither_overwritten_nor_resumed_without_being_told(
-    pairs: Path, tmp_path: Path
-) -> None:
+def test_an_existing_folder_is_neither_overwritten_nor_resumed_by_default(pairs: Path, tmp_path: Path) -> None:
     message = f"{tmp_path} exists: continue with --resume, start over with --force, or choose another folder"
     assert error_of(train(pairs, tmp_path)) == message
     assert not list(tmp_path.iterdir())
     assert error_of(train(pairs, tmp_path, "--resume", "--force"), 2) == "--resume and --force exclude each other"
 
 
-def test_force_trains_anew(pairs: Path, whole: Path, tmp_path: Path) -> None:
+def test_force_starts_again(pairs: Path, whole: Path, tmp_path: Path) -> None:
     for name in (WEIGHTS, REPORT, STATE, CONFIG):
         (tmp_path / name).write_text("old")
     assert train(pairs, tmp_path, "--force").exit_code == 0
@@ -313,7 +311,7 @@ def test_two_trainings_do_not_write_to_one_folder(pairs: Path, tmp_path: Path) -
         (["--set", "max_source=3"], 1, r".*pairs.tsv: \d+ of 320 lines cannot be used: source has 4 tokens at line .*"),
     ],
 )
-def test_a_wrong_option_is_told_and_nothing_is_written(
+def test_a_wrong_option_is_reported_and_nothing_is_written(
     pairs: Path, tmp_path: Path, more: list[str], code: int, message: str
 ) -> None:
     result = train(pairs, tmp_path / "model", *more)
@@ -346,7 +344,7 @@ def test_a_file_that_cannot_be_trained_on_is_refused(tmp_path: Path, data: bytes
     assert not (tmp_path / "model").exists()
 
 
-def test_bad_lines_of_both_files_are_told_together(tmp_path: Path) -> None:
+def test_bad_lines_of_both_files_are_reported_together(tmp_path: Path) -> None:
     path, apart = tmp_path / "pairs.tsv", tmp_path / "apart.tsv"
     path.write_bytes(b"a\tb\nno tab\n")
     apart.write_bytes(b"c\td\n\nno tab either\n")
@@ -361,7 +359,7 @@ def test_bad_lines_of_both_files_are_told_together(tmp_path: Path) -> None:
     assert not (tmp_path / "model").exists()
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     assert "none.tsv does not exist, expected a file" in error_of(train(tmp_path / "none.tsv", tmp_path / "model"))
 
 
@@ -371,7 +369,7 @@ def test_a_folder_that_cannot_be_written_is_refused(pairs: Path, tmp_path: Path)
         assert message.startswith(f"cannot train in {folder}: ")
         assert reason in message
         assert message.endswith("; choose another folder")
-    # A folder that is there and takes no files, whatever the rights of the user.
+    # A folder that exists and accepts no files, whatever the rights of the user.
     message = error_of(train(pairs, Path("/proc/self"), "--force"))
     assert message.startswith(f"cannot write /proc/self/{STATE}: ")
     assert message.endswith(

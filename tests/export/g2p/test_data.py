@@ -1,4 +1,4 @@
-"""What is read of the dictionary that the bundled model is trained on, and the files of its three parts."""
+"""The dictionary that the bundled model is trained on: which entries are read, and the files of its three parts."""
 
 import re
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_words_of_letters_are_read_with_every_variant() -> None:
 def test_the_parts_depend_on_the_words_alone() -> None:
     entries = [(f"w{number}", sound) for number in range(2 * APART + 500) for sound in ("A", "B")]
     parts, again = parts_of(entries), parts_of(reversed(entries[::2]))
-    words, same = ({name: {word for word, _ in part} for name, part in one.items()} for one in (parts, again))
+    words, same = ({name: {word for word, _ in part} for name, part in split.items()} for split in (parts, again))
     assert same == words
     assert {name: len(part) for name, part in parts.items()} == {"test": 4000, "validation": 4000, "train": 1000}
 
@@ -73,7 +73,7 @@ def test_a_missing_dictionary_is_one_line_with_what_to_type(tmp_path: Path, monk
     assert not (tmp_path / "g2p").exists()
 
 
-def test_its_page_names_the_package_and_the_words_that_are_taken() -> None:
+def test_its_page_names_the_package_and_the_words_that_are_used() -> None:
     text = page("docs/g2p.md")
     assert f"pip install {PACKAGE}" in text
     assert f"`{WORD.pattern}`" in text

@@ -74,5 +74,5 @@ def test_no_command_of_a_page_writes_where_the_demonstration_puts_its_bundle() -
 
 
 @pytest.mark.parametrize(("weights", "drawn"), [([0.9, 0.1, 0.0], "█    "), ([0.2, 0.4, 0.1], "▒ █ ░")])
-def test_letters_are_the_darker_the_more_they_were_read(weights: list[float], drawn: str) -> None:
+def test_letters_that_are_read_more_are_darker(weights: list[float], drawn: str) -> None:
     assert picture_lines(Pronounced("abc", [], "K", [weights])) == ["      a b c", f"    K {drawn}"]

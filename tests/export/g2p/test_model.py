@@ -34,8 +34,8 @@ from tests.support.words import g2p_bundle, ids_of_test_words, parts, reference,
 
 ROOT = Path(__file__).parents[3]
 RESULT = ROOT / "benchmarks" / "results" / "g2p.json"
-BATCH, STEPS = 100, 12  # also of short words so many, past what they need
-# Two scores of beams that are this near are a tie: means of log-probabilities in fp32, found at most 2e-6 apart.
+BATCH, STEPS = 100, 12  # short words run as many steps, past their end
+# Two beam scores this close are a tie: means of log-probabilities in fp32, measured at most 2e-6 apart.
 SCORE_NOISE = 1e-5
 # Not reached yet; the README says so. A worse checkpoint misses others.
 MISSED = {
@@ -55,17 +55,17 @@ def searched(engine: Engine[Any], options: DecodeOptions, every: int = 1) -> lis
 
 @cache
 def expected(beams: int) -> list[Hypothesis]:
-    """Return what the reference says of every test word."""
+    """Return the reference's pronunciation of every test word."""
     return searched(reference(), DecodeOptions(num_beams=beams))
 
 
 def steps_of(words: Sequence[str]) -> int:
-    """Return how many steps the longest pronunciation of some words takes, the end included."""
+    """Return how many steps the longest pronunciation of these words takes, EOS included."""
     return 1 + max(len(phonemes.split()) for word in words for phonemes in references()[word])
 
 
 def margin_of_bound(ids: list[int], tokens: tuple[int, ...], expected_tokens: tuple[int, ...]) -> float:
-    """Return the reference's margin where a word's pronunciation first differs from its own, as a part of the noise."""
+    """Return the reference's margin, relative to the noise, where a word's tokens first differ from the reference's."""
     assert reference().spec.target_order == "left_to_right"
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(tokens, expected_tokens, strict=False))
     step = len(list(same))
@@ -105,7 +105,7 @@ def test_every_logit_of_every_test_word_is_the_references(dialect: Dialect) -> N
         source, mask = padded(ids[start : start + BATCH], engine.spec)
         steps = max(STEPS, steps_of(words[start : start + BATCH]))
         comparisons.append(compared(engine, reference(), source, mask, steps=steps))
-    # Whatever is no tie by the reference's margin is an error here.
+    # Raises if a difference is not a tie by the reference's margin.
     agreement = logit_agreement(comparisons)
     assert agreement.rows == 2000
     assert max(comparison.expected.shape[1] for comparison in comparisons) == steps_of(words) > STEPS
@@ -126,7 +126,7 @@ def test_greedy_pronunciations_are_the_references(dialect: Dialect) -> None:
     assert all(margin <= TIE_MARGINS for margin in ties.values()), f"margins, in bounds of the noise: {ties}"
 
 
-def test_a_pronunciation_that_ends_too_early_is_no_tie() -> None:
+def test_a_pronunciation_that_ends_too_early_is_not_a_tie() -> None:
     for ids, hypothesis in list(zip(ids_of_test_words(), expected(1), strict=True))[::200]:
         assert margin_of_bound(ids, hypothesis.tokens[:-1], hypothesis.tokens) > 100 * TIE_MARGINS
 
@@ -144,12 +144,12 @@ def test_beams_are_the_references(dialect: Dialect, every: int) -> None:
         if mine.tokens != theirs.tokens
     }
     print(f"ties: {ties}")
-    # Also of the words that are said otherwise: another one whose score is no less is a tie, any other a miss.
+    # Also for words pronounced differently: another pronunciation with an equal score is a tie, any other is a miss.
     assert apart.max() < SCORE_NOISE, f"scores are up to {apart.max():.1e} apart, said otherwise: {ties}"
 
 
 @pytest.mark.parametrize("beams", [1, 5])
-def test_words_that_it_never_saw_are_pronounced_as_well_as_the_results_say(beams: int) -> None:
+def test_unseen_words_are_pronounced_as_well_as_the_results_say(beams: int) -> None:
     with fatdeploy.load(g2p_bundle().path, threads=1) as model:
         texts = [
             hypothesis.text or "" for hypothesis in model.generate(list(references()), DecodeOptions(num_beams=beams))

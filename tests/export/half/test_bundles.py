@@ -57,7 +57,7 @@ def certificate_of(bundle: Bundle) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_presets_run_in_fp16_and_their_certificates_say_how_close_they_are(preset: str) -> None:
+def test_presets_run_in_fp16_and_their_certificates_record_how_close_they_are(preset: str) -> None:
     bundle = half_of(f"{preset}-tiny")
     assert (bundle.manifest.precision, bundle.manifest.target) == ("fp16", "onnx")
     certificate = certificate_of(bundle)
@@ -74,7 +74,7 @@ def test_presets_run_in_fp16_and_their_certificates_say_how_close_they_are(prese
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_memory_and_caches_are_half_and_all_else_is_not(preset: str) -> None:
+def test_only_memory_and_caches_are_half(preset: str) -> None:
     full, half = model_of(f"{preset}-tiny").spec, half_of(f"{preset}-tiny").spec
     assert {tensor.dtype for tensor in half.memory} == {"float16"}
     assert {(tensor.kind, tensor.dtype) for tensor in half.state} <= {("cache", "float16"), ("recurrent", "float32")}

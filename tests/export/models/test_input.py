@@ -65,7 +65,7 @@ def test_tokens_that_do_not_fit_are_refused(engine: EagerEngine, tokens: np.ndar
 
 
 @pytest.mark.parametrize("attention", ["scaled_dot", "linear"])
-def test_a_step_past_max_target_is_refused_and_the_state_stays_as_it_was(attention: str) -> None:
+def test_a_step_past_max_target_is_refused_and_the_state_is_unchanged(attention: str) -> None:
     engine = EagerEngine(tiny({"max_target": 3, "decoder_attention": attention}))
     state = engine.encode(SOURCE, MASK, Capacity(1, 3))
     engine.step(np.full((2, 2), 1), state, Want.HIDDEN)
@@ -82,7 +82,7 @@ def test_a_step_past_the_requested_capacity_is_refused(engine: EagerEngine) -> N
 
 
 @pytest.mark.parametrize("positions", [0, 4])
-def test_a_capacity_outside_of_the_models_range_is_refused(engine: EagerEngine, positions: int) -> None:
+def test_a_capacity_outside_the_models_range_is_refused(engine: EagerEngine, positions: int) -> None:
     with pytest.raises(ConfigError, match=rf"capacity must lie in 1…3 \(max_target\), found {positions}"):
         engine.encode(SOURCE, MASK, Capacity(1, positions))
 

@@ -1,4 +1,4 @@
-"""Names of models that are also names of folders."""
+"""Model names that are also names of folders."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from tests.support.choices import tiny
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """Return a model that is saved in the current folder under the names of models that come with fatdeploy."""
+    """Return a model saved in the current folder under the names of fatdeploy's own models."""
     model = tiny({}, base="fat")
     monkeypatch.chdir(tmp_path)
     for name in ("g2p", "fat-small"):
@@ -56,5 +56,5 @@ def test_a_folder_without_a_checkpoint_does_not_hide_a_name(tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("folder", "typed"), [("g2p", "./g2p"), ("./fat-tiny", "./fat-tiny"), ("my/g2p", "my/g2p"), ("words", "words")]
 )
-def test_a_folder_is_typed_so_that_it_is_meant(folder: str, typed: str) -> None:
+def test_a_folder_is_spelled_so_that_it_is_not_taken_for_a_model(folder: str, typed: str) -> None:
     assert typed_folder(Path(folder)) == typed

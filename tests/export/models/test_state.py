@@ -37,7 +37,7 @@ def test_recurrent_state_is_as_large_after_200_steps_as_after_5(preset: str) -> 
 
 
 @pytest.mark.parametrize("preset", ["transformer", "fast"])
-def test_caches_are_allocated_once_and_stay_where_they_are(preset: str) -> None:
+def test_caches_are_allocated_once_and_never_move(preset: str) -> None:
     engine, state = started(preset)
     addresses = [tensor.data_ptr() for tensor in state.tensors]
     size = state.n_bytes()

@@ -71,7 +71,7 @@ def test_the_model_of_the_page_is_decoded_as_in_pytorch(bundle: Bundle) -> None:
 
 
 def stepped(engine: Engine[Any]) -> list[np.ndarray]:
-    """Return logits and best tokens of calls between which rows are copied, swapped and dropped."""
+    """Return logits and best tokens of calls; between them, rows are copied, swapped and dropped."""
     source = np.array([[5, 6, 7, 8], [40, 41, 0, 0], [9, 10, 11, 0]])
     state = engine.encode(source, source != 0, Capacity(2, 12))
     first = engine.step(np.array([[1, 30], [1, 31], [1, 32]]), state, Want.LOGITS).logits
@@ -142,7 +142,7 @@ def test_everything_that_a_model_lacks_is_listed_at_once() -> None:
 
 
 def changed(method: str, change: Callable[..., Any]) -> nn.Module:
-    """Return the page's model with what one of its methods returns changed."""
+    """Return the page's model with a changed result of one of its methods."""
     model = build()
     old = getattr(model, method)
     setattr(model, method, lambda *arguments: change(old(*arguments), *arguments))

@@ -1,4 +1,4 @@
-"""The reference on known tokens, many in one call; and the drawing of probes, which unsafe rows leave early."""
+"""The reference on known tokens, many in one call; and how probes are drawn, where unsafe rows leave early."""
 
 import itertools
 from dataclasses import replace
@@ -37,9 +37,9 @@ def test_known_tokens_read_alone_and_many_at_once_give_what_steps_of_the_batch_g
     engine = CountingEngine(model_of(preset))
     probe = read_probes(bundle_of(preset).file(PROBES))[2]
     assert probe.tokens.shape == (8, 48)
-    found = compared(EagerEngine(model_of(preset)), KnownTokens(engine, probe), probe.source, probe.mask, 48)
-    assert found.first_miss is None
-    np.testing.assert_array_equal(found.expected, probe.tokens)
+    comparison = compared(EagerEngine(model_of(preset)), KnownTokens(engine, probe), probe.source, probe.mask, 48)
+    assert comparison.first_miss is None
+    np.testing.assert_array_equal(comparison.expected, probe.tokens)
     calls = [(1, 48)] * 8 if "nat" in preset else [(1, TOGETHER)] * 8 + [(1, 48 - TOGETHER)] * 8
     assert engine.shapes == calls
 
@@ -51,15 +51,15 @@ def contradiction(model: torch.nn.Module, probe: Probe) -> str:
     return str(caught.value)
 
 
-def test_a_model_that_says_something_else_when_it_reads_many_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_answers_differently_when_it_reads_many_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny({"max_source": 8, "max_target": 48})
     probe = drawn_probe(EagerEngine(model), [3, 8], 48)
     right = model.logits
 
     def wrong(decoded: Any, memory: Any) -> torch.Tensor:
         # The first call of a row is right, the second, which begins at position 32, is not.
-        said = right(decoded, memory)
-        return said.roll(1, -1) if said.shape[1] == 48 - TOGETHER else said
+        logits = right(decoded, memory)
+        return logits.roll(1, -1) if logits.shape[1] == 48 - TOGETHER else logits
 
     monkeypatch.setattr(model, "logits", wrong)
     known = probe.tokens[0, TOGETHER]
@@ -70,7 +70,7 @@ def test_a_model_that_says_something_else_when_it_reads_many_tokens_is_refused(m
     )
 
 
-def test_also_the_last_token_must_be_what_it_was() -> None:
+def test_the_last_token_must_match_too() -> None:
     model = tiny({"max_source": 8, "max_target": 48})
     probe = drawn_probe(EagerEngine(model), [3, 8], 48)
     tokens = probe.tokens.copy()
@@ -79,7 +79,7 @@ def test_also_the_last_token_must_be_what_it_was() -> None:
 
 
 def undecided_model() -> torch.nn.Module:
-    """Return a model whose logits are so small that one of six rows keeps clear of the noise for 24 steps."""
+    """Return a model whose logits are so small that only one of six rows stays above the noise for 24 steps."""
     model = tiny({"max_source": 8, "max_target": 40, "tie_embeddings": False})
     with torch.no_grad():
         model.output.weight.mul_(5e-3)
@@ -103,6 +103,6 @@ def test_rows_that_stay_are_what_they_are_alone() -> None:
     probe = drawn_probe(EagerEngine(model), [6, 6], 24, seed=3)
     for row in range(2):
         alone = row_alone(probe, row)
-        found = compared(EagerEngine(model), KnownTokens(EagerEngine(model), alone), alone.source, alone.mask, 24)
-        assert found.first_miss is None
-        np.testing.assert_allclose(found.chosen, alone.best, rtol=0, atol=NOISE)
+        comparison = compared(EagerEngine(model), KnownTokens(EagerEngine(model), alone), alone.source, alone.mask, 24)
+        assert comparison.first_miss is None
+        np.testing.assert_allclose(comparison.chosen, alone.best, rtol=0, atol=NOISE)

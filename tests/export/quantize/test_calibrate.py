@@ -1,4 +1,4 @@
-"""Calibration: which activations ranges are made of."""
+"""Calibration: which activations the ranges are computed from."""
 
 import numpy as np
 
@@ -18,7 +18,7 @@ def test_sources_of_a_batch_and_their_targets_are_of_one_length() -> None:
     assert lengths_of_batches == [[(2, 3)] * 2, [(2, 4)], [(4, 4)] * BATCH, [(4, 4)], [(5, 3)]]
 
 
-def test_no_range_is_made_of_padding() -> None:
+def test_no_range_includes_padding() -> None:
     bundle = bundle_of("transformer-tiny")
     graphs = {part: bundle.path / part for part in (ENCODER, DECODER)}
     short, long = calibration_row(2, 3), calibration_row(7, 9)
@@ -26,7 +26,7 @@ def test_no_range_is_made_of_padding() -> None:
     alone = [activations_of(graphs, bundle.spec, [row]) for row in (short, long)]
     for part, n_rows in ((ENCODER, 2 + 7), (DECODER, 4 + 10)):
         for name, activation in together[part].items():
-            # All rows, and twice the two extreme ones; none of the places that are filled up.
+            # All rows, and the two extreme ones twice; none of the padding.
             assert len(activation.values) == (n_rows + 2 * 2 if activation.rows else 0), name
             assert (activation.low, activation.high) == (
                 min(row[part][name].low for row in alone),

@@ -1,4 +1,4 @@
-"""Sources that a quantization is calibrated with and judged by: what a file gives, and every line that is no source."""
+"""Sources for calibrating and judging a quantization: reading a file, and reporting every line that is not a source."""
 
 import re
 from pathlib import Path
@@ -63,13 +63,13 @@ def test_a_line_is_a_source_with_or_without_a_target(
         (b"a\0b\0", r"is not UTF-8 at line 2 \(byte 0x00, as in UTF-16\)"),
     ],
 )
-def test_a_line_that_is_no_source_is_named_by_its_number(tmp_path: Path, line: bytes, reason: str) -> None:
+def test_a_line_that_is_not_a_source_is_named_by_its_number(tmp_path: Path, line: bytes, reason: str) -> None:
     expected = rf"some\.txt: 1 of 3 lines cannot be used: {reason}; a line is a source, or a source, one TAB and a "
     with pytest.raises(DataError, match=expected):
         read_sources(file_of(tmp_path, b"a\n" + line + b"\nc\td\n"))
 
 
-def test_no_file_no_line_and_a_folder_are_told_with_what_is_expected(tmp_path: Path) -> None:
+def test_a_missing_file_an_empty_file_and_a_folder_are_reported_with_what_is_expected(tmp_path: Path) -> None:
     expected = "expected a file of sources: a line is a source, or a source, one TAB and a target, in UTF-8"
     with pytest.raises(DataError, match=rf"some\.txt is empty, {expected}"):
         examples_from_file(file_of(tmp_path, b""), SPEC, None)
@@ -79,7 +79,7 @@ def test_no_file_no_line_and_a_folder_are_told_with_what_is_expected(tmp_path: P
         examples_from_file(tmp_path, SPEC, None)
 
 
-def test_another_encoding_is_told_at_every_line(tmp_path: Path) -> None:
+def test_another_encoding_is_reported_at_every_line(tmp_path: Path) -> None:
     path = file_of(tmp_path, "ab\nc\n".encode("utf-16-le"))
     with pytest.raises(DataError, match=r"3 of 3 lines cannot be used: is not UTF-8 at line 1 \(byte 0x00, as in UTF-"):
         examples_from_file(path, SPEC, None)
@@ -99,12 +99,12 @@ def test_with_a_tokenizer_a_line_is_text_and_what_closes_it(tmp_path: Path, toke
     assert examples[0].source.tolist()[:2] != examples[1].source.tolist()[:2]
 
 
-def test_a_source_stands_once_with_all_its_targets(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_source_appears_once_with_all_its_targets(tmp_path: Path, tokenizer: Tokenizer) -> None:
     examples = examples_from_file(file_of(tmp_path, b"a\tx\nb\na\ty\na\tx\nb\tz\n"), LETTERS, tokenizer)
     assert [example.references for example in examples] == [("x", "y"), ("z",)]
 
 
-def test_all_lines_that_the_model_cannot_read_are_told_at_once(tmp_path: Path) -> None:
+def test_all_lines_that_the_model_cannot_read_are_reported_at_once(tmp_path: Path) -> None:
     lines = [b"3", b"3 x", b"3 10", b"-1", b"3 3 3 3 3", b"4\tx", b"99999999999999999999", b"1e3", b"10 3\ty"]
     path = file_of(tmp_path, b"\n".join(lines))
     with pytest.raises(DataError) as caught:
@@ -119,7 +119,7 @@ def test_all_lines_that_the_model_cannot_read_are_told_at_once(tmp_path: Path) -
     )
 
 
-def test_a_text_that_is_too_long_is_told_and_not_cut(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_text_that_is_too_long_is_reported_and_not_cut(tmp_path: Path, tokenizer: Tokenizer) -> None:
     n_tokens = len(tokenizer.encoded("abcabcabc").ids)
     with pytest.raises(
         DataError, match=rf"source has {n_tokens} tokens, more than max_source = 6 at line 2; the model"

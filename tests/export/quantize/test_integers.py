@@ -1,4 +1,4 @@
-"""Quantization by hand: small matrices whose integers can be counted on fingers."""
+"""Quantization by hand: matrices so small that their integers can be checked by eye."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_a_column_ends_at_the_end_of_its_range() -> None:
 
 
 @pytest.mark.parametrize(("bits", "limit"), [(7, 63), (8, 127)])
-def test_no_weight_is_beyond_the_bits_that_are_used(bits: int, limit: int) -> None:
+def test_no_weight_exceeds_its_bits(bits: int, limit: int) -> None:
     drawn = np.random.default_rng(0).standard_normal((50, 20)).astype(np.float32)
     columns = columns_from_matrix(drawn, bits)
     assert np.abs(columns.values.astype(int)).max(0).tolist() == [limit] * 20
@@ -45,7 +45,7 @@ def test_a_constant_column_is_exact() -> None:
     np.testing.assert_allclose(columns.restored(), np.full((9, 3), [0.7, -0.7, 1e-3]), rtol=1e-6)
 
 
-def test_an_outlier_costs_its_own_column_alone() -> None:
+def test_an_outlier_costs_only_its_own_column() -> None:
     plain = np.random.default_rng(1).standard_normal((64, 2)).astype(np.float32)
     spoiled = plain.copy()
     spoiled[3, 0] = 100
@@ -70,7 +70,7 @@ def test_a_symmetric_block_gives_its_larger_side_the_eighth_level() -> None:
     np.testing.assert_array_equal(blocks.restored(), column)
 
 
-def test_a_block_with_a_zero_of_its_own_holds_numbers_of_one_sign_finer() -> None:
+def test_a_block_with_its_own_zero_point_is_finer_for_numbers_of_one_sign() -> None:
     column = np.linspace(0, 15, 16, dtype=np.float32)[:, None]
     np.testing.assert_array_equal(blocks_from_matrix(column, 16, symmetric=False).restored(), column)
     assert np.abs(blocks_from_matrix(column, 16, symmetric=True).restored() - column).max() > 0.4
@@ -78,7 +78,7 @@ def test_a_block_with_a_zero_of_its_own_holds_numbers_of_one_sign_finer() -> Non
     assert (blocks.size, blocks.zeros is None) == (16, False)
 
 
-def test_a_part_of_a_block_is_filled_with_zeros_that_do_not_come_back() -> None:
+def test_a_partial_block_is_padded_with_zeros_that_are_not_restored() -> None:
     drawn = np.random.default_rng(2).standard_normal((40, 3)).astype(np.float32)
     blocks = blocks_from_matrix(drawn, 32, symmetric=False)
     assert blocks.values.shape == (3, 2, 16)
@@ -111,7 +111,7 @@ def test_a_range_holds_both_ends_and_zero(low: float, high: float, expected: Val
     assert value_range.restored(np.zeros(1, np.float32)).tolist() == [0.0]
 
 
-def test_a_range_cuts_a_lone_outlier_off_and_keeps_common_ends() -> None:
+def test_a_range_cuts_off_a_lone_outlier_and_keeps_common_extremes() -> None:
     common = np.random.default_rng(3).uniform(-1, 1, 200_000).astype(np.float32)
     whole, noise = best_range(common)
     assert 254 < 2 / whole.scale < 256
@@ -121,7 +121,7 @@ def test_a_range_cuts_a_lone_outlier_off_and_keeps_common_ends() -> None:
     assert cut.zero == round(1 / cut.scale)
 
 
-def test_a_scale_for_each_row_serves_rows_of_different_sizes() -> None:
+def test_a_scale_per_row_suits_rows_of_different_sizes() -> None:
     rows = np.random.default_rng(4).standard_normal((100, 64)).astype(np.float32)
     rows *= np.geomspace(1e-3, 1e3, 100, dtype=np.float32)[:, None]
     small = rows[:50]
@@ -134,6 +134,6 @@ def test_a_scale_for_each_row_serves_rows_of_different_sizes() -> None:
 def test_blocks_are_small_only_where_single_numbers_stand_out() -> None:
     drawn = np.random.default_rng(0).standard_normal((512, 64)).astype(np.float32)
     assert best_blocks(drawn).size == 32
-    # One in 32 is a hundred times the others: every second block of 16 is rid of it.
+    # One number in 32 is a hundred times the others: every second block of 16 is free of it.
     drawn[::32] *= 100
     assert best_blocks(drawn).size == 16

@@ -1,4 +1,4 @@
-"""Quantized graphs: what they compute, what they hold, and that no row depends on its batch."""
+"""Quantized graphs: what they compute, what they store, and that no row depends on its batch."""
 
 from collections import Counter
 from functools import cache, partial
@@ -84,7 +84,7 @@ def test_a_static_product_is_exact_integer_arithmetic(tmp_path: Path, bits: int)
     assert op_histogram(new) == {"MatMulIntegerToFloat": 1, "QuantizeLinear": 1}
 
 
-def test_a_product_by_row_gives_every_row_a_scale_of_its_own(tmp_path: Path) -> None:
+def test_a_product_by_row_gives_every_row_its_own_scale(tmp_path: Path) -> None:
     x = DRAW.standard_normal((4, K)).astype(np.float32) * np.array([[1e-3], [1], [50], [0]], np.float32)
     new = as_integers(small_product(tmp_path), MatrixRecipe("int8"))
     result, exact = run(new, x), x @ WEIGHT + BIAS
@@ -103,7 +103,7 @@ def test_one_scale_for_a_whole_batch_is_caught(tmp_path: Path, monkeypatch: pyte
     quantizer = quantizer_of("transformer-tiny", QuantizeRequest(precision="int8"))
     with pytest.raises(ParityFailed, match=r"of a batch of 8 gets logits that differ .*: a row depends on its batch"):
         quantizer.written(tmp_path, enforced=False)
-    # It was built, it runs, and alone it is as good as the other forms: nothing but its rows is wrong with it.
+    # It is built, it runs, and a row alone is as accurate as in the other forms: only rows in a batch are wrong.
     for part in (ENCODER, DECODER):
         ops = op_histogram(tmp_path / part)
         assert ops["DynamicQuantizeMatMul"] >= 8
@@ -113,7 +113,7 @@ def test_one_scale_for_a_whole_batch_is_caught(tmp_path: Path, monkeypatch: pyte
 
 
 def looked_up_and_multiplied(folder: Path, table: np.ndarray) -> tuple[onnx.ModelProto, Path]:
-    """Return a graph that looks rows up in a table [V, M] and multiplies them with all of it, in 4 bits."""
+    """Return a graph that looks up rows of a table [V, M] and multiplies them by the whole table, in 4 bits."""
     graph = helper.make_graph(
         [
             helper.make_node("Gather", ["w", "ids"], ["rows"], name="part/rows"),
@@ -150,18 +150,18 @@ def test_rows_of_4_bits_have_the_width_of_the_table_whatever_its_blocks(
     rows, other, product = session.run(["rows", "other", "y"], {"ids": ids})
     np.testing.assert_array_equal(rows, blocks.restored().T[ids])
     np.testing.assert_allclose(other, rows @ table.T, atol=1e-4)
-    # The kernel rounds the rows, too.
+    # The kernel rounds the rows as well.
     np.testing.assert_allclose(product, rows @ blocks.restored(), atol=0.01 * np.abs(product).max())
 
 
 @cache
 def narrow() -> tuple[Bundle, ReferenceModel]:
-    """Return a model whose width is no multiple of a block, exported; few positions have a huge activation."""
+    """Return an exported model whose width is not a multiple of a block; a few positions have a huge activation."""
     sizes = {"width": 48, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "max_source": 8, "max_target": 8}
     model = tiny(sizes)
     ffn = model.decoder.layers[0].ffn
     with torch.no_grad():
-        # One unit in 64 that is silent nearly always, and drowns all others where it is not.
+        # One unit in 64 is almost always zero, and dwarfs all others where it is not.
         ffn.into.weight[0] *= 300
         ffn.into.bias[0] = -2 * ffn.into.weight[0].norm()
         ffn.out.weight[:, 0] /= 300
@@ -169,7 +169,7 @@ def narrow() -> tuple[Bundle, ReferenceModel]:
     return shared_bundle("narrow", write), model
 
 
-def test_a_model_whose_width_is_no_multiple_of_a_block_is_quantized_to_4_bits(tmp_path: Path) -> None:
+def test_a_model_whose_width_is_not_a_multiple_of_a_block_is_quantized_to_4_bits(tmp_path: Path) -> None:
     plain, model = narrow()
     judged = quantizer_from(plain, exportable_model(model), QuantizeRequest(precision="int4")).written(
         tmp_path, enforced=False
@@ -179,7 +179,7 @@ def test_a_model_whose_width_is_no_multiple_of_a_block_is_quantized_to_4_bits(tm
     assert judged.judgement.agreement.share > 0.5
 
 
-def test_an_activation_that_no_range_serves_gets_a_scale_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_activation_that_no_range_fits_gets_a_scale_per_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, model = narrow()
     judged = quantizer_from(plain, exportable_model(model), QuantizeRequest(precision="int8")).written(
         tmp_path, enforced=False
@@ -188,7 +188,7 @@ def test_an_activation_that_no_range_serves_gets_a_scale_a_row(tmp_path: Path, m
     assert {name for name, kind in kinds.items() if kind == "int8 by row"} == {"decoder.layers.0.ffn.out"}
     assert {kinds[name] for name in kinds.keys() - {"decoder.layers.0.ffn.out", "embedding"}} == {"int8 static"}
     assert judged.row_difference == 0.0
-    # With a range the matrix alone costs many times as much.
+    # With a range, this matrix alone has many times the error.
     errors = []
     for most, kind in ((precision.MOST_NOISE, "int8 by row"), (1.0, "int8 static")):
         monkeypatch.setattr(precision, "MOST_NOISE", most)
@@ -199,7 +199,7 @@ def test_an_activation_that_no_range_serves_gets_a_scale_a_row(tmp_path: Path, m
     assert errors[1] > 5 * errors[0]
 
 
-def test_a_relu_before_integers_without_a_sign_is_left_out(tmp_path: Path) -> None:
+def test_a_relu_before_unsigned_integers_is_left_out(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("Relu", ["x"], ["r"], name="part/r"),
         helper.make_node("MatMul", ["r", "w"], ["y"], name="part/y"),
@@ -221,14 +221,14 @@ def test_matrices_that_stay_are_untouched_and_unknown_ones_refused(tmp_path: Pat
         quantized(graph, tmp_path / "new.onnx", Recipe({"other": MatrixRecipe("int8")}, vocab_size=99))
 
 
-def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"], name="part/y")]
     graph = graph_of(nodes, tmp_path, w=np.where(WEIGHT > 2, np.nan, WEIGHT).astype(np.float32))
     with pytest.raises(ExportFailed, match="w has weights that are not finite"):
         as_integers(graph, MatrixRecipe("int8", ValueRange(1.0, 0)))
 
 
-def test_values_inside_of_branches_can_be_looked_at(tmp_path: Path) -> None:
+def test_values_inside_branches_can_be_read(tmp_path: Path) -> None:
     def branch(name: str, factor: float) -> onnx.GraphProto:
         return helper.make_graph(
             [
@@ -261,13 +261,13 @@ def test_values_inside_of_branches_can_be_looked_at(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_quantized_preset_says_mostly_what_the_reference_says(preset: str, precision: str) -> None:
+def test_a_quantized_preset_mostly_agrees_with_the_reference(preset: str, precision: str) -> None:
     bundle = quantized_of(f"{preset}-tiny", precision)
     engine, material = OrtEngine(bundle), read_material(bundle)
     assert check_rows(engine, material, precision) <= {"int8": 0.0, "int4": 2e-6}[precision]
     agreement = token_agreement(engine, material)
     assert agreement.tokens == int(material.lengths.sum())
-    # Random weights decide by little: a fifth of 4-bit steps may differ, nearly all of 8-bit ones agree.
+    # Random weights decide by small margins: a fifth of the 4-bit steps may differ, nearly all 8-bit steps agree.
     assert agreement.share >= (0.9 if precision == "int8" else 0.5)
     assert token_agreement(EagerEngine(model_of(f"{preset}-tiny")), material).share == 1.0
 
@@ -307,8 +307,8 @@ def test_the_tied_matrix_is_stored_once_and_its_rows_can_be_read(precision: str)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_tied_matrix_is_turned_round_outside_of_branches(preset: str) -> None:
-    # Inside of one, onnxruntime would hold the result in memory beside what its kernel makes of it.
+def test_the_tied_matrix_is_transposed_outside_branches(preset: str) -> None:
+    # Inside a branch, onnxruntime would keep the result in memory beside the copy that its kernel makes.
     outer, *branches = graphs_of(read_structure(quantized_of(f"{preset}-tiny", "int8").path / DECODER).graph)
     constants = {tensor.name for tensor in outer.initializer}
     turning = [

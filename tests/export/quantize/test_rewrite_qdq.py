@@ -1,4 +1,4 @@
-"""Integers in standard ops: what onnxruntime makes of them, that TensorRT-RTX builds them, and what is refused."""
+"""Integers in standard ops: their results on onnxruntime, builds by TensorRT-RTX, and what is refused."""
 
 import json
 import shutil
@@ -74,7 +74,7 @@ def test_the_gate_judges_standard_graphs_and_a_batch_is_its_rows(
     check = verified_quantized(bundle, OrtEngine(bundle, OrtOptions(threads=1)))
     assert check.share == gate["agreement"]["share"]
     histogram = manifest.histograms[DECODER]["quantized"]
-    # Six matrices a layer, the output's and the embedding; the activations of int8 beside.
+    # Six matrices per layer, the output matrix and the embedding; with int8 also the activations.
     assert (histogram["DequantizeLinear"] == 14) == (activations == "float")
     assert ("QuantizeLinear" in histogram) == (activations == "int8")
     assert manifest.files[WEIGHTS].size < 0.5 * bundle_of("transformer-tiny", "standard").manifest.files[WEIGHTS].size
@@ -86,7 +86,8 @@ def test_beams_in_a_batch_are_those_of_each_source_alone(activations: Kind) -> N
     sources = [[5, 6, 7, 8, 9], [20, 21], [33]]
     options = DecodeOptions(num_beams=3, max_new_tokens=8)
     together = decode(engine, sources, options)
-    assert [one.tokens for one in together] == [decode(engine, [one], options)[0].tokens for one in sources]
+    alone = [decode(engine, [source], options)[0] for source in sources]
+    assert [hypothesis.tokens for hypothesis in together] == [hypothesis.tokens for hypothesis in alone]
 
 
 def test_rows_of_the_output_matrix_are_those_of_its_bytes() -> None:
@@ -97,7 +98,7 @@ def test_rows_of_the_output_matrix_are_those_of_its_bytes() -> None:
 
 
 @pytest.mark.parametrize("activations", ["int8", "float"])
-def test_engines_are_built_of_it(activations: Kind, tmp_path: Path) -> None:
+def test_engines_are_built_from_it(activations: Kind, tmp_path: Path) -> None:
     bundle = quantized_of("transformer-tiny", activations)
     folder = Path(shutil.copytree(bundle.path, tmp_path / "copy"))
     after = build_engines(
@@ -139,7 +140,7 @@ def test_a_range_holds_all_or_nearly_all_of_an_activation() -> None:
     np.testing.assert_allclose(whole.restored(np.array([50.0, 0.0, -50.0], np.float32)), [50, 0, -50], rtol=1e-6)
 
 
-def test_weights_alone_are_told_apart() -> None:
+def test_weight_only_quantization_is_recognised() -> None:
     def of(**matrices: str) -> Quantization:
         return Quantization("any", 8, matrices, enforced=False)
 
@@ -162,7 +163,7 @@ def test_rows_are_compared_by_how_matrices_are_stored(precision: str) -> None:
     assert kind_of(a="int8 static", embedding="int4") == "int8"
 
 
-def test_what_a_dialect_does_not_have_is_refused_together(tmp_path: Path) -> None:
+def test_everything_a_dialect_lacks_is_refused_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--activations float is for graphs .*; --ranges min-max is for graphs"):
         check_request(QuantizeRequest(precision="int8", activations="float", ranges="min-max"), TARGETS["ort-cpu"])
     with pytest.raises(ConfigError, match=r"onnx takes .*found int4: .*export with --target ort-cpu"):

@@ -1,4 +1,4 @@
-"""The probe for CPUs that overflow: what it accepts here, and refuses of a CPU that adds two products in 16 bits."""
+"""The probe for CPUs that overflow: it accepts this machine, and refuses a CPU that adds two products in 16 bits."""
 
 import shutil
 from dataclasses import replace
@@ -57,7 +57,7 @@ def added_in_16_bits(bytes_: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def write_narrow_probe(path: Path, bits: WeightBits) -> None:
-    """Write a probe that gives, on every CPU, what one without VNNI would."""
+    """Write a probe that gives, on every CPU, the result of a CPU without VNNI."""
     write_saturation_probe(path, bits)
     weights = numpy_helper.to_array(onnx.load(path).graph.initializer[0]).astype(np.int32)
     n_rows, n_columns = weights.shape
@@ -104,7 +104,7 @@ def test_seven_bits_are_accepted_on_every_machine(tmp_path: Path) -> None:
     assert sorted(np.unique(weights_of(bundle)).tolist()) == [-63, 63]
 
 
-def test_eight_bits_are_accepted_where_this_cpu_has_vnni_and_refused_where_it_has_not(tmp_path: Path) -> None:
+def test_eight_bits_are_accepted_if_this_cpu_has_vnni_and_refused_otherwise(tmp_path: Path) -> None:
     bundle = probed(tmp_path, 8)
     assert sorted(np.unique(weights_of(bundle)).tolist()) == [-127, 127]
     match cpu_class(this_machine()):
@@ -129,7 +129,7 @@ def test_products_that_are_added_in_16_bits_are_refused_with_eight_bits_and_exac
     assert np.unique(exact).tolist() == [-EXACT[7], EXACT[7]]
     refuse_overflow(exact, EXACT[7], seven)
     wrong = added_in_16_bits(largest, weights_of(eight))
-    # What onnxruntime gives on a Haswell.
+    # The results of onnxruntime on a Haswell.
     assert np.unique(wrong).tolist() == [-36 * 2**15, 36 * (2**15 - 1)] == [-1179648, 1179612]
     with pytest.raises(
         BackendUnavailable,
@@ -154,7 +154,7 @@ def test_an_engine_of_eight_bits_does_not_start_on_a_cpu_that_overflows(tmp_path
 
 
 @pytest.mark.parametrize("cpu", ["x86-vnni", "arm64"])
-def test_an_export_for_other_cpus_says_what_to_type_before_anything_is_traced(
+def test_an_export_that_needs_another_cpu_says_what_to_type_before_anything_is_traced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu: str
 ) -> None:
     monkeypatch.setattr(saturation, "write_saturation_probe", write_narrow_probe)
@@ -184,14 +184,14 @@ def test_a_bundle_of_eight_bits_uses_them_and_is_right_where_nothing_overflows()
     quantization = bundle.manifest.quantization
     assert quantization is not None
     assert (quantization.cpu, quantization.weight_bits) == (here, 8)
-    assert [largest_weight(one) for one in (bundle, seven)] == [127, 63]
+    assert [largest_weight(candidate) for candidate in (bundle, seven)] == [127, 63]
     engine = OrtEngine(bundle)
     check = verified_quantized(bundle, engine)
     assert (check.row_difference, check.share) == (0.0, check.recorded_share)
     ids = np.arange(64)
     exact = EagerEngine(model_of("transformer-tiny")).output_rows(ids)
-    errors = [np.square(one.output_rows(ids) - exact).mean() for one in (engine, OrtEngine(seven))]
-    assert errors[0] < errors[1] / 3  # a bit more is a quarter of the squares
+    errors = [np.square(backend.output_rows(ids) - exact).mean() for backend in (engine, OrtEngine(seven))]
+    assert errors[0] < errors[1] / 3  # one more bit quarters the squared error
 
 
 def largest_weight(bundle: Bundle) -> int:
@@ -211,7 +211,7 @@ def test_an_engine_of_seven_bits_starts_there(tmp_path: Path) -> None:
 
 
 def test_an_fp32_bundle_is_not_probed() -> None:
-    nothing = object()  # whoever asks it for a session gets an AttributeError
+    nothing = object()  # reading a session of it raises AttributeError
     bundle = bundle_of("transformer-tiny")
     assert SATURATION not in bundle.manifest.files
     check_saturation(nothing, bundle)

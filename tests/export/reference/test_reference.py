@@ -1,4 +1,4 @@
-"""What is true of every model: cached = whole sequence, a batch = its rows, a prefix in one call = token by token."""
+"""Equalities of every model: cached = whole sequence, a batch = its rows, a prefix in one call = token by token."""
 
 import pytest
 import torch

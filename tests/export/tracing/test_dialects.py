@@ -1,4 +1,4 @@
-"""What only graphs do: the reference's numbers, few ops, and no more memory than the reference needs."""
+"""Traced graphs: the reference's numbers, few ops, and no more memory than the reference needs."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_slow_scores_are_the_references_however_many_heads_are_compared_at_once(
 
 
 def stepped(engine: Engine[object]) -> list[Floats]:
-    """Return the logits of a call on BOS and of others after it, in which each source has two rows."""
+    """Return the logits of a call on BOS and of later calls with two rows per source."""
     state = engine.encode(SOURCE, SOURCE != 0, Capacity(2, 16))
     engine.step(np.array([[1], [1]]), state, Want.LOGITS)
     engine.reorder(state, np.array([0, 0, 1, 1]))

@@ -1,4 +1,4 @@
-"""Pairs on their way to a training: parts of files, tokens, and batches in an order of their own."""
+"""Pairs before they reach a training: parts of files, tokens, and batches in a seeded order."""
 
 import random
 from itertools import pairwise
@@ -28,7 +28,7 @@ def nat(length: str) -> ModelConfig:
     return config_from_preset("transformer-nat-tiny", length=length, max_target=4)
 
 
-def test_an_autoregressive_batch_reads_bos_and_says_eos() -> None:
+def test_an_autoregressive_batch_reads_bos_and_ends_with_eos() -> None:
     batch = batch_of(PAIRS, config_from_preset("transformer-tiny"))
     assert shown(batch) == {
         "source": [[15, 16, 17], [14, 0, 0]],
@@ -62,7 +62,7 @@ def test_a_parallel_batch_with_a_length_head_reads_bos_up_to_each_length() -> No
     assert batch.lengths.tolist() == [2, 1]
 
 
-def test_a_parallel_batch_without_one_reads_bos_everywhere_and_says_eos() -> None:
+def test_a_parallel_batch_without_a_length_head_reads_bos_everywhere_and_ends_with_eos() -> None:
     batch = batch_of(PAIRS, nat("eos"))
     assert batch.target_in.tolist() == [[1, 1, 1, 1], [1, 1, 1, 1]]
     assert batch.target_out.tolist() == [[18, 19, 2, NOTHING], [11, 2, NOTHING, NOTHING]]
@@ -117,7 +117,7 @@ def test_about_one_source_in_fifty_is_kept_apart_with_all_its_variants(tmp_path:
     pairs = [Pair(pair.source, target) for pair in spelled(1000) for target in (pair.target, "other")]
     parts = read_parts(file_of(tmp_path / "pairs.tsv", pairs), None)
     apart = sources_of(parts.validation.pairs)
-    assert 10 <= len(apart) <= 35  # 20 in the mean
+    assert 10 <= len(apart) <= 35  # 20 on average
     assert not apart & sources_of(parts.train.pairs)
     assert len(parts.validation.pairs) == 2 * len(apart)
     for part in (parts.train, parts.validation):
@@ -135,7 +135,7 @@ def test_a_longer_file_keeps_apart_what_a_shorter_one_kept_apart(tmp_path: Path)
 
 
 @pytest.mark.parametrize("words", [["a", "b"], [f"w{number}" for number in range(KEPT_APART // 2)]])
-def test_of_few_sources_one_is_kept_apart(tmp_path: Path, words: list[str]) -> None:
+def test_one_of_few_sources_is_kept_apart(tmp_path: Path, words: list[str]) -> None:
     parts = read_parts(file_of(tmp_path / "pairs.tsv", [Pair(word, "x") for word in words]), None)
     assert len(parts.validation.pairs) == 1
     assert len(parts.train.pairs) == len(words) - 1
@@ -200,7 +200,7 @@ def test_the_longest_target_that_fits_makes_a_batch(preset: str, changes: dict[s
         ids_of_parts(longer, coder_of(longer), config)
 
 
-def test_lines_that_are_too_long_are_told_with_their_numbers_in_the_file(tmp_path: Path) -> None:
+def test_lines_that_are_too_long_are_reported_with_their_line_numbers(tmp_path: Path) -> None:
     lines = [f"{word}\tx" for word in map(str, range(10, 99))]
     lines[70] = "aaaa\tx"
     lines[3] = f"{'a' * 9}\t{'b' * 8}"
@@ -226,7 +226,7 @@ def test_lines_that_are_too_long_are_told_with_their_numbers_in_the_file(tmp_pat
     )
 
 
-def test_long_lines_of_both_files_are_told_at_once() -> None:
+def test_long_lines_of_both_files_are_reported_at_once() -> None:
     parts = Parts(part_of([Pair("a", "b"), Pair("aaa", "b")], "train.tsv"), part_of([Pair("aaaa", "b")], "apart.tsv"))
     with pytest.raises(
         DataError, match=r"^train.tsv: 1 of 2 lines .*3 tokens at line 2; .*apart.tsv: 1 of 1 lines .*4 "

@@ -1,4 +1,4 @@
-"""What training minimises, by hand; and that every weight of every model can learn."""
+"""The training losses, checked by hand; and every weight of every model can learn."""
 
 import math
 from typing import Any
@@ -27,7 +27,7 @@ def model_and_batch(preset: str, **changes: Any) -> tuple[ReferenceModel, Batch]
 
 
 def log_probabilities(model: ReferenceModel, batch: Batch, read: Tensor) -> list[Tensor]:
-    """Return those of every token that is learned, [V] each."""
+    """Return the log-probabilities at every learned token, [V] each."""
     logits = model(batch.source, batch.source_mask, read).detach()
     return [row for row, learned in zip(logits.flatten(0, 1), batch.learned.flatten(), strict=True) if learned]
 
@@ -64,13 +64,13 @@ def test_without_a_length_head_there_is_no_length_loss(preset: str, changes: dic
     assert torch.equal(losses.total.detach(), losses.tokens)
 
 
-def test_attention_far_from_the_diagonal_costs_what_it_costs_by_hand() -> None:
+def test_attention_far_from_the_diagonal_costs_the_value_computed_by_hand() -> None:
     config = config_from_preset("transformer-tiny")
     batch = batch_of([IdPair([15, 16, 17], [18]), IdPair([14], [11, 12])], config)  # 2 and 3 tokens with EOS
     draw = torch.Generator().manual_seed(0)
     weights = torch.randn(2, 2, 3, 3, generator=draw)  # [B, H, T, S], also negative as those of tanh
     total = 0.0
-    # Where positions stand from 0 to 1; what is padded stands nowhere.
+    # Positions scaled to 0 to 1; padding has none.
     for row, (targets, sources) in enumerate([([0, 1], [0, 0.5, 1]), ([0, 0.5, 1], [0])]):
         for head in range(2):
             for t, at_target in enumerate(targets):
@@ -90,7 +90,7 @@ def test_attention_on_the_diagonal_costs_nothing_and_across_it_almost_all() -> N
 
 
 def test_a_target_from_right_to_left_has_the_other_diagonal() -> None:
-    # Of three and of two tokens with EOS: the second row is padded on both sides.
+    # Targets of three and of two tokens with EOS: the second row is padded on both sides.
     config = config_from_preset("transformer-tiny", target_order="right_to_left")
     batch = batch_of([IdPair([14, 15, 16], [11, 12]), IdPair([14, 15], [11])], config)
     other = torch.zeros(2, 1, 3, 3)
@@ -177,7 +177,7 @@ CASES = [
 
 
 def without_gradient(config: ModelConfig) -> tuple[str, ...]:
-    """Return the ends of names of what cannot have a gradient: a softmax ignores what is added to all its scores."""
+    """Return name endings of weights without a gradient: a softmax ignores a term added to all its scores."""
     names = ()
     if config.cross_attention == "fast_fc" and config.fc_softmax == "softmax":
         names += ("head_bias",)
@@ -190,7 +190,7 @@ def without_gradient(config: ModelConfig) -> tuple[str, ...]:
 def test_every_parameter_of_an_untrained_model_learns(preset: str, changes: dict[str, Any]) -> None:
     config = config_from_preset(f"{preset}-tiny", **{**SIZES, **changes})
     model = untrained_model(config)
-    # The first step moves what begins with zero.
+    # The first step moves the weights that start at zero.
     optimiser = torch.optim.SGD(model.parameters(), lr=0.05)
     for batch in (batch_of(PAIRS, config), batch_of([IdPair([9, 50, 51, 52], [53, 54, 55]), *PAIRS[1:]], config)):
         optimiser.step()
@@ -246,13 +246,13 @@ def test_the_norms_of_slow_attention_have_the_gradient_of_their_formula() -> Non
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_slow_scores_are_the_same_with_and_without_gradients(dtype: torch.dtype, tolerance: float) -> None:
-    queries, keys = (one.detach().to(dtype).requires_grad_() for one in drawn_pairs())
+    queries, keys = (tensor.detach().to(dtype).requires_grad_() for tensor in drawn_pairs())
     learning = slow_scores(queries, keys)
     with torch.no_grad():
         running = slow_scores(queries, keys)
     assert learning.requires_grad
     torch.testing.assert_close(learning.detach(), running, rtol=tolerance, atol=0)
-    # A frozen side needs no gradient, and the other one has the same.
+    # A frozen side needs no gradient, and the gradient of the other side is the same.
     both = torch.autograd.grad(learning.sum(), (queries, keys))
     alone = torch.autograd.grad(slow_scores(queries.detach(), keys).sum(), keys)
     assert torch.equal(alone[0], both[1])

@@ -1,4 +1,4 @@
-"""What a training leaves on disk, whenever it ends: states to resume from, complete files, one writer."""
+"""The files of a training, whenever it ends: states to resume from, complete files, one writer."""
 
 import json
 import os
@@ -30,7 +30,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def begun(folder: Path, n_events: int = 0, *, saved: bool = False) -> Training:
-    """Return a training that was stopped after so many events, its folder free."""
+    """Return a training that was stopped after this many events and has released its folder."""
     training = Training(ONE, parts(), folder, resume=False)
     for _ in islice(training.events(), n_events):
         pass
@@ -41,7 +41,7 @@ def begun(folder: Path, n_events: int = 0, *, saved: bool = False) -> Training:
 
 
 def resumed(folder: Path) -> Training:
-    """Return a training that went on to its end, in a process with another random state."""
+    """Return a training that was resumed to its end, with another random state of the process."""
     torch.manual_seed(99)
     training = Training(ONE, parts(), folder, resume=True)
     for _ in training.events():
@@ -57,7 +57,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def epochs_of(folder: Path) -> list[dict[str, object]]:
-    """Return what is reported of every epoch, but not how long it took."""
+    """Return the report of every epoch without its duration."""
     return [{**epoch, "seconds": None} for epoch in json.loads((folder / REPORT).read_text())["epochs"]]
 
 
@@ -79,7 +79,7 @@ def test_a_resumed_training_ends_with_the_same_weights(tmp_path: Path, whole: Pa
 def test_a_training_that_was_killed_after_the_best_weights_were_written_writes_them_again(
     tmp_path: Path, whole: Path
 ) -> None:
-    # The first epoch's weights are there, the state is that of the beginning, and a file is half written.
+    # The weights are those of the first epoch, the state is the initial one, and a file is half written.
     training = begun(tmp_path, 19)
     assert training.trainer.progress.best is not None
     first = (tmp_path / WEIGHTS).read_bytes()
@@ -97,7 +97,7 @@ def test_a_training_that_was_killed_after_the_best_weights_were_written_writes_t
 def test_a_training_that_was_killed_while_it_chose_its_threshold_chooses_it_again(tmp_path: Path, whole: Path) -> None:
     training = begun(tmp_path, 40)
     assert len(training.trainer.progress.epochs) == 2
-    # The weights have the chosen threshold already, of all that were tried the state is still there.
+    # The weights already have the chosen threshold, and the state from before the choice is still there.
     assert (tmp_path / WEIGHTS).read_bytes() != (whole / WEIGHTS).read_bytes()
     shutil.copyfile(whole / WEIGHTS, tmp_path / WEIGHTS)
     assert_same(resumed(tmp_path).folder, whole)
@@ -201,7 +201,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> Non
 
 @contextmanager
 def files_no_larger_than(n_bytes: int) -> Iterator[None]:
-    """Let no file grow beyond a size, as on a disk that is full."""
+    """Let no file grow beyond a size, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
     try:
@@ -215,7 +215,7 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_a_training_anew_that_cannot_write_its_first_state_leaves_the_old_one(
+def test_a_new_training_that_cannot_write_its_first_state_leaves_the_old_one(
     tmp_path: Path, whole: Path, finished: bool
 ) -> None:
     if finished:
@@ -229,13 +229,13 @@ def test_a_training_anew_that_cannot_write_its_first_state_leaves_the_old_one(
     with files_no_larger_than(10_000), pytest.raises(CheckpointError, match=message):
         Training(plan(seed=5), parts(), tmp_path, resume=False)
     assert bytes_of(tmp_path) == before
-    # What was advised: the same again.
+    # Do what the message advises: run the same again.
     Training(plan(seed=5), parts(), tmp_path, resume=False).close()
     assert sorted(bytes_of(tmp_path)) == sorted([CONFIG, TOKENIZER, STATE])
     assert bytes_of(tmp_path)[STATE] != before.get(STATE)
 
 
-def test_a_new_folder_that_nothing_could_be_written_to_is_not_left(tmp_path: Path) -> None:
+def test_a_new_folder_is_removed_if_nothing_could_be_written_to_it(tmp_path: Path) -> None:
     with (
         files_no_larger_than(10_000),
         pytest.raises(CheckpointError, match="run the same command again, or choose another"),
@@ -244,10 +244,10 @@ def test_a_new_folder_that_nothing_could_be_written_to_is_not_left(tmp_path: Pat
     assert not (tmp_path / "new").exists()
 
 
-def test_a_training_anew_that_was_killed_after_its_first_state_goes_on_without_the_old_files(
+def test_a_new_training_that_was_killed_after_its_first_state_resumes_without_the_old_files(
     tmp_path: Path, whole: Path
 ) -> None:
-    # Another model's files, and the new state: what is there between two writes.
+    # Another model's files and the new state, as between two writes.
     folder = trained(tmp_path / "old", plan(changes={"width": 64}, epochs=1)).folder
     shutil.copyfile(begun(tmp_path / "new").folder / STATE, folder / STATE)
     training = Training(ONE, parts(), folder, resume=True)
@@ -256,7 +256,7 @@ def test_a_training_anew_that_was_killed_after_its_first_state_goes_on_without_t
     assert_same(resumed(folder).folder, whole)
 
 
-def test_what_is_written_is_for_others_to_read(tmp_path: Path, whole: Path) -> None:
+def test_other_users_may_read_the_files(tmp_path: Path, whole: Path) -> None:
     begun(tmp_path, 1, saved=True)
     files = [*whole.iterdir(), *tmp_path.iterdir()]
     assert {path.name for path in files} >= {WEIGHTS, STATE, CONFIG}
@@ -278,7 +278,7 @@ def test_a_second_training_in_a_folder_is_refused_until_the_first_is_over(tmp_pa
     Training(ONE, parts(), tmp_path, resume=resume).close()
 
 
-def test_a_validation_loss_that_is_no_number_ends_the_training_and_keeps_no_weights(tmp_path: Path) -> None:
+def test_a_nan_validation_loss_ends_the_training_and_keeps_no_weights(tmp_path: Path) -> None:
     training = Training(plan(epochs=1), parts(), tmp_path, resume=False)
     events = training.events()
     for _ in islice(events, 18):

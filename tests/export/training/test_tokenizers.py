@@ -37,7 +37,7 @@ def tokens_of(coder: TextCoder) -> list[str]:
 
 def test_ids_of_characters_are_ranks_in_targets_then_in_sources_then_by_spelling() -> None:
     coder = built_tokenizer([("xzzy b", "bba"), ("yw", "a ab")], "characters")
-    # Targets: a 3, b 3, blank 1. Of those, b and the blank are in the sources once. Sources alone: y 2, z 2, w, x.
+    # Targets: a 3, b 3, blank 1; b and the blank are also in the sources once. Only in sources: y 2, z 2, w, x.
     assert tokens_of(coder) == ["<pad>", "<bos>", "<eos>", "<unk>", "b", "a", " ", "y", "z", "w", "x"]
     assert (coder.n_tokens, coder.pad_id, coder.bos_id, coder.eos_id, coder.unk_id) == (11, 0, 1, 2, 3)
     assert coder.source_ids("by?z a") == [4, 7, 3, 8, 6, 5]
@@ -47,14 +47,14 @@ def test_ids_of_characters_are_ranks_in_targets_then_in_sources_then_by_spelling
 
 def test_symbols_are_split_at_blanks_in_targets_and_sources_into_characters() -> None:
     coder = built_tokenizer(SPELLED[:2], "symbols")
-    # A letter of a source and a symbol that are spelled alike are one token; here are none.
+    # A source letter and a symbol with the same spelling would be one token; there are none here.
     assert tokens_of(coder)[4:] == [*("AH0", "HH", "L", "OW1", "OY1"), *("l", "h", "o", "e", " ", "a", "y")]
     assert coder.source_ids("hey L!") == [10, 12, 15, 13, 6, 3]
     assert coder.target_ids(" L  AH0\nXX HH") == [6, 4, 3, 5]
     assert coder.text([1, 6, 4, 0, 5, 3, 2, 0]) == "L AH0 HH"
 
 
-def test_ids_of_bpe_are_ranks_of_what_is_counted_in_the_pairs() -> None:
+def test_ids_of_bpe_are_ranks_of_counts_in_the_pairs() -> None:
     pairs = [("low lower lowest " * 3, "new newer newest low"), ("wide wider", "new é\N{GRINNING FACE}")] * 4
     coder = built_tokenizer(pairs, "bpe", vocab_size=280)
     names, package = tokens_of(coder), in_package(coder)
@@ -83,7 +83,7 @@ def test_other_ids_do_not_change_how_bpe_splits_a_text() -> None:
         assert package.encode(text).ids != learner.encode(text).ids
 
 
-def test_bpe_has_at_most_as_many_tokens_as_it_may() -> None:
+def test_bpe_never_exceeds_its_number_of_tokens() -> None:
     assert built_tokenizer([("a", "b")], "bpe").n_tokens == 259
     assert built_tokenizer([("abcdefgh " * 2, "ijklmn " * 2)], "bpe", vocab_size=262).n_tokens == 262
 
@@ -152,7 +152,7 @@ def test_names_of_special_tokens_are_learned_by_bpe_as_any_other_text() -> None:
     assert coder.text(coder.target_ids("<pad><bos>")) == "<pad><bos>"
 
 
-def test_what_has_no_token_is_counted() -> None:
+def test_unknown_characters_and_symbols_are_counted() -> None:
     pairs = [("hollow", "HH AA1 L OW1"), ("<pad>hello", "ZH <pad> ZH")]
     unknown = built_tokenizer(SPELLED[:2], "symbols").unknown(pairs)
     assert unknown == {"AA1": 1, "ZH": 2, "<pad>": 1, "w": 1, "<": 1, "p": 1, "d": 1, ">": 1}
@@ -177,14 +177,14 @@ def test_what_has_no_token_is_counted() -> None:
     ],
     ids=str,
 )
-def test_what_no_tokenizer_can_be_built_from_is_refused(
+def test_pairs_that_no_tokenizer_can_be_built_from_are_refused(
     pairs: list[tuple[str, str]], kind: Kind, size: int | None, reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(reason)):
         built_tokenizer(pairs, kind, vocab_size=size)
 
 
-def test_a_file_that_is_no_tokenizer_of_ours_is_not_loaded(tmp_path: Path) -> None:
+def test_a_file_that_is_not_our_tokenizer_is_not_loaded(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     with pytest.raises(CheckpointError, match=r"cannot read the tokenizer .*No such file.*; train again"):
         loaded_tokenizer(path)

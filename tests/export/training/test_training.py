@@ -36,7 +36,7 @@ def test_a_tiny_model_learns_to_spell(tmp_path: Path, preset: str, changes: dict
 
 
 def test_the_checkpoint_is_that_of_the_best_epoch(tmp_path: Path) -> None:
-    # With this rate, the last epochs are worse than one before.
+    # With this rate, the last epochs are worse than an earlier one.
     training = Training(plan(epochs=5, learning_rate=0.05, clip=0.0, warmup=0), parts(), tmp_path, resume=False)
     kept = None
     for event in training.events():
@@ -58,7 +58,7 @@ def test_the_checkpoint_is_that_of_the_best_epoch(tmp_path: Path) -> None:
     )
 
 
-def test_errors_decide_which_epoch_is_kept_and_among_equals_the_loss(
+def test_errors_decide_which_epoch_is_kept_and_the_loss_breaks_ties(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     epoch_scores = [
@@ -87,9 +87,9 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path: 
     changes = {"dropout": 0.1}
     for name, seed in (("one", 3), ("two", 3), ("other", 4)):
         trained(tmp_path / name, plan(changes=changes, seed=seed, scheduled_sampling=0.5))
-    one, two, other = (load_file(tmp_path / name / WEIGHTS) for name in ("one", "two", "other"))
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    assert not torch.equal(one["encoder.layers.0.ffn.into.weight"], other["encoder.layers.0.ffn.into.weight"])
+    first, again, other = (load_file(tmp_path / name / WEIGHTS) for name in ("one", "two", "other"))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["encoder.layers.0.ffn.into.weight"], other["encoder.layers.0.ffn.into.weight"])
 
 
 def test_a_resumed_training_needs_the_same_pairs_and_options(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_steps_are_counted_over_epochs(tmp_path: Path) -> None:
     assert [index for index, event in enumerate(events) if isinstance(event, Epoch)] == [18, 37]
 
 
-def test_the_lowest_threshold_is_chosen_that_costs_next_to_nothing(tmp_path: Path) -> None:
+def test_the_lowest_threshold_that_costs_almost_nothing_is_chosen(tmp_path: Path) -> None:
     drawn = plan(changes={"hybrid_threshold": 0.2, "fc_softmax": "softmax"}, draw_threshold=True, epochs=8)
     training = Training(drawn, parts(), tmp_path, resume=False)
     for _ in training.events():
@@ -159,7 +159,7 @@ def test_the_lowest_threshold_is_chosen_that_costs_next_to_nothing(tmp_path: Pat
     assert model.keep.all()
 
 
-def test_a_loss_that_is_no_number_ends_the_training_with_advice(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_ends_the_training_with_advice(tmp_path: Path) -> None:
     training = Training(plan(learning_rate=1.0, clip=0.0, warmup=0, epochs=30), parts(), tmp_path, resume=False)
     with torch.no_grad():
         training.trainer.model.source_embedding.weight.fill_(torch.nan)
@@ -167,14 +167,14 @@ def test_a_loss_that_is_no_number_ends_the_training_with_advice(tmp_path: Path) 
         next(training.events())
 
 
-def test_what_follows_from_the_tokenizer_cannot_be_set(tmp_path: Path) -> None:
+def test_values_that_follow_from_the_tokenizer_cannot_be_set(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="vocab_size: follows from the tokenizer; eos_id: follows from the tokenizer"):
         Training(plan(changes={"vocab_size": 9, "eos_id": 3}), parts(), tmp_path, resume=False)
     with pytest.raises(ConfigError, match="--draw-threshold needs a hybrid model, transformer-tiny is not"):
         Training(plan("transformer-tiny", draw_threshold=True), parts(), tmp_path, resume=False)
 
 
-def test_wrong_settings_are_told_together() -> None:
+def test_wrong_settings_are_reported_together() -> None:
     with pytest.raises(ConfigError, match=r"training refused: epochs: must lie in 1….*learning_rate: must lie in 0…1"):
         TrainSettings(epochs=0, learning_rate=2.0)
     with pytest.raises(ConfigError, match="clip: must lie in 0…, found nan; seed: expected int, found 'x'"):

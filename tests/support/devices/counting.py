@@ -1,4 +1,4 @@
-"""A device for tests: memory that Python does not share, on a provider that is here, with every copy counted."""
+"""A device for tests: memory that Python does not share, on an available provider, with every copy counted."""
 
 from collections import Counter
 from typing import Any
@@ -16,15 +16,15 @@ Value = onnxruntime.OrtValue
 
 
 class CountingDevice:
-    """Does what a GPU does: memory of its own, garbage at first; what was bound is not seen to change on the host."""
+    """Behaves like a GPU: its own memory, garbage at first; later changes on the host do not reach bound values."""
 
     provider, kind, index = "CPUExecutionProvider", "cpu", 0
 
     def __init__(self) -> None:
         self.allocated = 0  # arrays
-        self.copies = Counter[str]()  # into the device, by the names of what was fed
+        self.copies = Counter[str]()  # to the device, by input name
         self.bytes_in = 0
-        self.results: list[np.ndarray] = []  # of the host, that runs leave something in
+        self.results: list[np.ndarray] = []  # on the host, written by runs
         self._alive: list[Any] = []
 
     def empty(self, dtype: str, shape: tuple[int, ...]) -> DeviceArray:
@@ -51,10 +51,10 @@ class CountingDevice:
 
 
 def on_device(bundle: Bundle, **keywords: Any) -> OrtEngine:
-    """Return an engine whose arrays are on such a device."""
+    """Return an engine whose arrays are on a counting device."""
     return OrtEngine(bundle, OrtOptions(threads=1, **keywords), device=CountingDevice())
 
 
 def seen(array: DeviceArray) -> np.ndarray:
-    """Return a copy of what a device holds."""
+    """Return a copy of an array on the device."""
     return np.array(array.value.numpy())

@@ -24,17 +24,17 @@ from tests.support.bundles import bundle_of, shared_bundle
 
 HERE = GpuIdentity("test GPU", "tensorrt-rtx", "1.7.1", "8.9")
 MAGIC = b"a plan of onnxruntime: "
-GAP = 1 << 20  # between allocations: what runs over the end of one is in none
+GAP = 1 << 20  # between allocations: an overrun of one hits no other
 
 
 def ranges(**most: int) -> Profile:
-    """Return a profile from one up."""
+    """Return a profile whose ranges start at one."""
     return Profile(sizes={axis: SizeRange(least=1, usual=size, most=size) for axis, size in most.items()})
 
 
 def wide(spec: ModelSpec) -> tuple[Profile, ...]:
-    """Return profiles that take whatever the tests decode: one source, and many."""
-    # As builds do: a long prefix needs several calls.
+    """Return profiles for everything the tests decode: one source, and many."""
+    # As in real builds, a long prefix needs several calls.
     step = spec.max_target if spec.decoding == "parallel" else 16
     sizes = {"source": spec.max_source, "step": step}
     return ranges(batch=1, rows=8, **sizes), ranges(batch=32, rows=128, **sizes)
@@ -128,7 +128,7 @@ class CpuDevice:
             raise OutOfDeviceMemory(f"the device has no {n_bytes} bytes left")
         address = self._next
         self._next += -(-n_bytes // ALIGNMENT) * ALIGNMENT + GAP
-        # What fresh memory holds is not zero.
+        # Fresh memory is not zero.
         self.memory[address] = np.full(n_bytes, 0xFF, np.uint8)
         self.n_allocated += 1
         return address
@@ -243,7 +243,7 @@ class Timed(Opened):
 
 
 class CpuGraph(Opened):
-    """Recorded work on the addresses of then, whatever is bound now."""
+    """Recorded work on the addresses bound at that time, whatever is bound now."""
 
     def __init__(self, device: CpuDevice, work: list[Callable[[], None]]) -> None:
         super().__init__(device)
@@ -287,7 +287,7 @@ class CpuPlan(Opened):
 
 
 class CpuContext(Opened):
-    """A run of a graph on views of the device's memory: what is bound twice is read and written."""
+    """A run of a graph on views of the device's memory: a buffer bound twice is read and written."""
 
     def __init__(self, plan: CpuPlan, profile: int) -> None:
         super().__init__(plan.device)

@@ -1,4 +1,4 @@
-"""Stand-ins for the modules of CUDA and TensorRT on the test device: what our code calls, and nothing more.
+"""Fakes of the CUDA and TensorRT modules on the test device: only the functions our code calls.
 
 They run without a GPU. A test fails if they have a name that TensorRT does not have.
 """
@@ -33,7 +33,7 @@ Kinds = SimpleNamespace(cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2, cuda
 
 
 class FakeCuda:
-    """The functions of ``cuda.bindings.runtime``: each returns a code and what it makes."""
+    """The functions of ``cuda.bindings.runtime``: each returns a code and its result."""
 
     cudaError_t = cudaError_t
     cudaMemcpyKind = Kinds

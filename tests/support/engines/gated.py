@@ -9,7 +9,7 @@ from fatdeploy.runtimes.engines.protocol import StepOut, Want
 from fatdeploy.spec import ModelSpec, Tokens
 from tests.support.engines.scripted import SPEC, ScriptedEngine
 
-# How many seconds a test waits for something that must happen: only a failure takes as long.
+# How many seconds a test waits for something that must happen; only a failing test waits this long.
 PATIENCE = 30
 
 

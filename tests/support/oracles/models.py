@@ -102,7 +102,7 @@ class Oracle:
         return placed(self.weights.below(f"{side}_positions"), self.config, position, x if open_ else np.zeros_like(x))
 
     def _enter(self, w: Weights, norm: str, xs: Rows) -> Rows:
-        """Return what a sub-layer f reads of x + f(LN(x)) or LN(x + f(x))."""
+        """Return the input of a sub-layer f in x + f(LN(x)) or LN(x + f(x))."""
         return [w.norm(norm, x) for x in xs] if self.config.norm == "pre" else xs
 
     def _leave(self, w: Weights, norm: str, xs: Rows, ys: Rows) -> Rows:

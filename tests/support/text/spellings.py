@@ -1,4 +1,4 @@
-"""Small tokenizers, one for each way in which the usual ones write text; their tokens are spelled out."""
+"""Small tokenizers, one per common way to spell text as tokens; their tokens are listed here."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,7 +15,7 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def byte_level_spelling(text: str) -> list[str]:
-    """Return the tokens of a text's bytes, one each."""
+    """Return one token per byte of a text."""
     [(spelled, _)] = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
     return list(spelled)
 
@@ -35,7 +35,7 @@ WORDS = ["hello", "##s", "##ing", ",", ".", "?", "!", "'", "n't", "'m", "'s", "'
 # Name: its tokens and what turns them into text.
 KINDS: dict[str, tuple[list[str], decoders.Decoder | None]] = {
     "byte level": (
-        [*ALPHABET, "Ġhe", "llo", *("".join(byte_level_spelling(one)) for one in ("é", " 😀"))],
+        [*ALPHABET, "Ġhe", "llo", *("".join(byte_level_spelling(text)) for text in ("é", " 😀"))],
         decoders.ByteLevel(),
     ),
     "metaspace": (PIECES, decoders.Metaspace()),

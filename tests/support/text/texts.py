@@ -1,4 +1,4 @@
-"""Bundles with text, a tokenizer in the package's hands, and texts that are hard to read.
+"""Bundles with text, our tokenizers in the tokenizers package, and texts that are hard to read.
 
 The tokens of the usual bundle are words w3, w4 … and every source ends with EOS.
 """
@@ -48,7 +48,7 @@ def bundle_with_coder(coder: TextCoder, folder: Path) -> Bundle:
 
 
 def in_package(coder: TextCoder) -> Tokenizer:
-    """Return what the tokenizers package reads in a file of ours, with none of our code between."""
+    """Return our tokenizer file as the tokenizers package reads it, without any of our code."""
     with TemporaryDirectory() as folder:
         path = Path(folder, TOKENIZER)
         coder.save(path)
