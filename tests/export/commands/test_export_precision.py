@@ -156,7 +156,7 @@ def test_verify_counts_again_on_this_machine() -> None:
     assert result.stdout == (
         f"{bundle.path}: {agreement['same_tokens']} of {agreement['tokens']} tokens ({agreement['share']:.2%}) and "
         f"{agreement['same_sequences']} of 32 targets are the reference's (random weights: judged by the export's; "
-        f"{agreement['share']:.2%} when it was exported); a row of a batch is what the row alone is, bit for bit\n"
+        f"{agreement['share']:.2%} when it was exported); a row of a batch equals the row alone, bit for bit\n"
     )
     values = json.loads(run("verify", bundle.path, "--json").stdout)
     assert values == {
@@ -170,7 +170,7 @@ def test_verify_counts_again_on_this_machine() -> None:
 
 def test_verify_does_not_compare_a_quantized_bundle_with_the_live_model() -> None:
     result = run("verify", exported()[0].path, "--against", TINY)
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert "against compares the logits of fp32, found int8" in result.stderr
 
 
@@ -186,7 +186,7 @@ def test_a_record_replaces_an_older_one_of_this_kind_of_cpu(copied: Bundle) -> N
 
 def test_a_record_is_refused_for_fp32() -> None:
     result = run("verify", bundle_of(TINY).path, "--record")
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert "record is for quantized bundles, found fp32" in result.stderr
 
 
@@ -302,7 +302,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_trained_weights_need_real_sources(checkpoint: Path) -> None:
     out, sources = checkpoint.with_name("out"), checkpoint.with_name("sources.txt")
     line = refused(checkpoint, "--out", out, "--precision", "int8")
-    assert line.startswith("Error: a quantization of trained weights needs --calibration and --probes: files with a ")
+    assert line.startswith("Error: a quantization of trained weights needs --calibration and --probes: files with ")
     line = refused(checkpoint, "--out", out, "--precision", "int4", "--calibration", sources)
     assert line.startswith("Error: a quantization of trained weights needs --probes: ")
     assert not out.exists()
