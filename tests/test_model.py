@@ -65,9 +65,9 @@ def test_characters_that_the_tokenizer_does_not_know_are_told_once_a_call(
         model.generate(["aéb", "Xé", "abc"], SHORT)
         list(model.stream("\n", SHORT))
         model.generate(["0123456789KL"], SHORT)
-    said = "unknown characters are read as <unk>: "
+    beginning = "unknown characters are read as <unk>: "
     named = ["'é', 'X'", r"'\n'", "'0', '1', '2', '3', '4', '5', '6', '7', '8', '9' and 2 more"]
-    assert caplog.messages == [said + names for names in named]
+    assert caplog.messages == [beginning + names for names in named]
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
 
@@ -206,9 +206,9 @@ def test_an_onnxruntime_that_the_bundle_was_not_verified_with_is_told(
     shutil.copytree(bundle_of(TINY).path, tmp_path / "bundle")
     write_manifest(tmp_path / "bundle", replace(bundle_of(TINY).manifest, onnxruntime=verified))
     fatdeploy.load(tmp_path / "bundle")
-    said = f"this is {onnxruntime.__version__}: fatdeploy verify {tmp_path / 'bundle'}"
+    ending = f"this is {onnxruntime.__version__}: fatdeploy verify {tmp_path / 'bundle'}"
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * warns
-    assert all(message.endswith(said) for message in caplog.messages)
+    assert all(message.endswith(ending) for message in caplog.messages)
 
 
 def test_an_export_records_the_onnxruntime_that_it_was_verified_with() -> None:
@@ -224,8 +224,8 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 import fatdeploy
 with fatdeploy.load(sys.argv[1]) as model:
-    found = model.generate(json.loads(sys.argv[2]), fatdeploy.DecodeOptions(max_new_tokens=12))
-print(json.dumps([one.tokens for one in found]))
+    results = model.generate(json.loads(sys.argv[2]), fatdeploy.DecodeOptions(max_new_tokens=12))
+print(json.dumps([result.tokens for result in results]))
 """
 
 

@@ -89,10 +89,10 @@ def test_targets_are_those_of_the_rows() -> None:
 
 def test_the_readme_says_of_each_target_whether_it_is_met() -> None:
     result = json.loads(RESULT.read_text())
-    held = targets(result["results"])
+    verdicts = targets(result["results"])
     lines = g2p_lines(result).splitlines()
-    start = lines.index(f"| {sum(one['met'] for one in held)} of 8 targets are met | |")
-    for one, line in zip(held, lines[start + 2 :], strict=False):
-        verdict = "met" if one["met"] else "NOT MET"
-        assert line.startswith(f"| {one['target']} | {one['found']:.2f}, {verdict}: at ")
-    assert lines[start + 2 + len(held)] == ""
+    start = lines.index(f"| {sum(target['met'] for target in verdicts)} of 8 targets are met | |")
+    for target, line in zip(verdicts, lines[start + 2 :], strict=False):
+        verdict = "met" if target["met"] else "NOT MET"
+        assert line.startswith(f"| {target['target']} | {target['found']:.2f}, {verdict}: at ")
+    assert lines[start + 2 + len(verdicts)] == ""

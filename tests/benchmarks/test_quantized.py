@@ -73,16 +73,16 @@ def test_growing_caches_give_the_references_tokens(plain: Path, probe: Probe, ro
 
 
 def test_growing_caches_follow_known_tokens(plain: Path, probe: Probe) -> None:
-    known = known_targets(probe)
-    tokens = Stepping(GrowingCaches(plain, threads=1), probe).following(known)
-    assert np.array_equal(tokens, chosen_by_the_reference(probe, known))
+    target_tokens = known_targets(probe)
+    tokens = Stepping(GrowingCaches(plain, threads=1), probe).following(target_tokens)
+    assert np.array_equal(tokens, chosen_by_the_reference(probe, target_tokens))
 
 
 def test_ctranslate2_follows_known_tokens(tmp_path: Path, probe: Probe) -> None:
     write_ctranslate2_model(model_of(TINY), tmp_path / "float32")
-    known = known_targets(probe)
-    tokens = Translating(tmp_path / "float32", probe, threads=1).following(known)
-    assert np.array_equal(tokens, chosen_by_the_reference(probe, known))
+    target_tokens = known_targets(probe)
+    tokens = Translating(tmp_path / "float32", probe, threads=1).following(target_tokens)
+    assert np.array_equal(tokens, chosen_by_the_reference(probe, target_tokens))
 
 
 def test_quantizing_for_ctranslate2_leaves_the_reference_as_it_was(tmp_path: Path) -> None:
@@ -264,12 +264,12 @@ def test_the_readme_shows_each_engine_in_its_best_setting_and_what_is_missed(res
     ]
     assert " | 1.00 | " in lines[4]
     assert lines[6].endswith(" | 100.0% | – |")
-    verdicts = {one["target"]: one for one in result["targets"] if one.get("batch", 2) == 2}
+    verdicts = {verdict["target"]: verdict for verdict in result["targets"] if verdict.get("batch", 2) == 2}
     table = {line.split(" | ")[0].removeprefix("| "): line for line in lines[10:]}
     assert f" of {len(result['targets'])} targets are met | " in lines[8]
-    for name, one in verdicts.items():
-        said = "not measured" if one["met"] is None else "met: " if one["met"] else "NOT MET: "
-        assert said in table[name], name
+    for name, verdict in verdicts.items():
+        word = "not measured" if verdict["met"] is None else "met: " if verdict["met"] else "NOT MET: "
+        assert word in table[name], name
     assert "ctranslate2 4." in lines[-1]
 
 

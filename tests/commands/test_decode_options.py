@@ -64,8 +64,8 @@ def expected(**values: object) -> list[Hypothesis]:
     ids=str,
 )
 def test_an_option_is_the_one_of_the_same_name(arguments: str, values: dict) -> None:
-    given = arguments.split("|") if "|" in arguments else arguments.split()
-    result = run(bundle_of(TINY), "--ids", *given, *map(line, SOURCES))
+    options = arguments.split("|") if "|" in arguments else arguments.split()
+    result = run(bundle_of(TINY), "--ids", *options, *map(line, SOURCES))
     assert result.stdout.splitlines() == [line(hypothesis.tokens) for hypothesis in expected(**values)], result.output
     assert expected(**values) != expected()
 
@@ -87,12 +87,18 @@ def test_what_may_not_be_said_is_not_said(tmp_path: Path) -> None:
 
 def test_several_targets_have_a_line_each_with_the_number_of_the_source_and_the_score() -> None:
     result = run(bundle_of(TINY), "--ids", "--beams", "3", "--n-best", "2", "--scores", *map(line, SOURCES))
-    results = [one for best in expected(num_beams=3, num_return_sequences=2) for one in (best, *best.alternatives)]
-    columns = [one.split("\t") for one in result.stdout.splitlines()]
-    assert [(number, tokens) for number, _, tokens in columns] == [
-        (str(index // 2), line(one.tokens)) for index, one in enumerate(results)
+    results = [
+        hypothesis
+        for best in expected(num_beams=3, num_return_sequences=2)
+        for hypothesis in (best, *best.alternatives)
     ]
-    assert [float(score) for _, score, _ in columns] == pytest.approx([one.score for one in results], abs=2e-4)
+    columns = [row.split("\t") for row in result.stdout.splitlines()]
+    assert [(number, tokens) for number, _, tokens in columns] == [
+        (str(index // 2), line(hypothesis.tokens)) for index, hypothesis in enumerate(results)
+    ]
+    assert [float(score) for _, score, _ in columns] == pytest.approx(
+        [hypothesis.score for hypothesis in results], abs=2e-4
+    )
 
 
 def test_json_tells_scores_log_probabilities_and_alternatives(text_bundle: Bundle) -> None:
@@ -102,8 +108,10 @@ def test_json_tells_scores_log_probabilities_and_alternatives(text_bundle: Bundl
     )
     assert set(value) == {"source", "tokens", "text", "finish", "dropped", "score", "log_probs", "alternatives"}
     assert len(value["log_probs"]) == len(value["tokens"])
-    assert [words(one["tokens"]) for one in value["alternatives"]] == [one["text"] for one in value["alternatives"]]
-    scores = [value["score"], *(one["score"] for one in value["alternatives"])]
+    assert [words(alternative["tokens"]) for alternative in value["alternatives"]] == [
+        alternative["text"] for alternative in value["alternatives"]
+    ]
+    scores = [value["score"], *(alternative["score"] for alternative in value["alternatives"])]
     assert scores == sorted(scores, reverse=True)
 
 
@@ -199,10 +207,12 @@ def test_a_range_of_the_command_line_is_the_one_of_the_option() -> None:
 def test_a_parallel_model_tries_several_lengths() -> None:
     bundle, lengths = bundle_of("transformer-nat-tiny"), ["--length-candidates", "3", "--scores"]
     options = DecodeOptions(max_new_tokens=12, length_candidates=3, scores=True)
-    columns = [one.split("\t") for one in run(bundle, "--ids", *lengths, *map(line, SOURCES)).stdout.splitlines()]
+    columns = [row.split("\t") for row in run(bundle, "--ids", *lengths, *map(line, SOURCES)).stdout.splitlines()]
     results = decode(EagerEngine(model_of("transformer-nat-tiny")), SOURCES, options)
-    assert [tokens for _, tokens in columns] == [line(one.tokens) for one in results]
-    assert [float(score) for score, _ in columns] == pytest.approx([one.score for one in results], abs=2e-4)
+    assert [tokens for _, tokens in columns] == [line(hypothesis.tokens) for hypothesis in results]
+    assert [float(score) for score, _ in columns] == pytest.approx(
+        [hypothesis.score for hypothesis in results], abs=2e-4
+    )
 
 
 @pytest.mark.parametrize("way", [[], ["--stream"]], ids=str)

@@ -40,19 +40,19 @@ def command(name: str, folder: Path) -> Result:
 
 def refusal(folder: Path, *commands: str) -> str:
     """Look that commands refuse a folder with the same line, and return it; that ``load`` does too unless not asked."""
-    said = set()
+    lines = set()
     for name in commands or ("verify", "run", "inspect"):
         result = command(name, folder)
         assert isinstance(result.exception, SystemExit), result.exception
         assert (result.exit_code, result.stdout) == (1, "")
         assert result.stderr.startswith("Error: ")
         assert result.stderr.count("\n") == 1
-        said.add(result.stderr)
+        lines.add(result.stderr)
     if "run" in (commands or ("run",)):
         with pytest.raises(BundleError) as caught:
             fatdeploy.load(folder)
-        said.add(f"Error: {' '.join(str(caught.value).split())}\n")
-    [line] = said
+        lines.add(f"Error: {' '.join(str(caught.value).split())}\n")
+    [line] = lines
     return line.rstrip("\n")
 
 
@@ -148,8 +148,8 @@ def in_graph(name: str, change: Callable[[onnx.GraphProto], object]) -> Damage:
 
 
 def renamed_input(graph: onnx.GraphProto) -> None:
-    for one in graph.node:
-        one.input[:] = ["ids" if name == "source" else name for name in one.input]
+    for node in graph.node:
+        node.input[:] = ["ids" if name == "source" else name for name in node.input]
     graph.input[0].name = "ids"
 
 
@@ -179,7 +179,7 @@ def misspelt_name(folder: Path) -> None:
 
 def weights_in(location: str) -> Callable[[onnx.GraphProto], None]:
     def move(graph: onnx.GraphProto) -> None:
-        tensor = next(one for one in graph.initializer if one.external_data)
+        tensor = next(initializer for initializer in graph.initializer if initializer.external_data)
         next(entry for entry in tensor.external_data if entry.key == "location").value = location
 
     return move

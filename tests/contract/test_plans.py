@@ -77,7 +77,7 @@ def test_a_profile_knows_the_axes_of_the_contract_only() -> None:
 
 def test_a_tensor_has_a_least_a_usual_and_a_largest_shape() -> None:
     fixed = SPEC.fixed_axes(branches=False)
-    shapes = {one.name: shapes_of(one, PROFILE, fixed) for one in inputs_of(SPEC, "decoder")}
+    shapes = {tensor.name: shapes_of(tensor, PROFILE, fixed) for tensor in inputs_of(SPEC, "decoder")}
     assert shapes[SPEC.tokens.name] == ((1, 1), (4, 1), (32, 3))
     assert shapes[SPEC.position.name] == ((), (), ())
     assert shapes[SPEC.source_mask.name] == ((1, 1), (2, 10), (8, 20))
@@ -95,8 +95,8 @@ def test_the_parts_have_the_tensors_and_axes_of_the_contract() -> None:
 
 
 def test_a_plan_is_named_after_what_it_runs_on() -> None:
-    one = plan_file("decoder", "tensorrt", "10.16.1", ("8.9",))
-    assert one == "engines/decoder-tensorrt-10.16.1-sm89.plan"
+    single = plan_file("decoder", "tensorrt", "10.16.1", ("8.9",))
+    assert single == "engines/decoder-tensorrt-10.16.1-sm89.plan"
     several = plan_file("encoder", "tensorrt-rtx", "1.7.1", ("8.6", "12.0"))
     assert several == "engines/encoder-tensorrt-rtx-1.7.1-portable.plan"
 

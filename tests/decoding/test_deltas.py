@@ -40,14 +40,14 @@ def any_tokenizer(kind: str) -> Tokenizer:
 def pieces(tokenizer: Tokenizer, tokens: Sequence[int], stops: Sequence[str] = ()) -> list[str]:
     """Return the texts of a target that grows by a token a time, until it says a stop text."""
     deltas = Deltas(stops, tokenizer)
-    told = []
+    texts = []
     for end in range(1, len(tokens) + 1):
-        said = tuple(tokens[:end])
-        text = tokenizer.text(said)
+        prefix = tuple(tokens[:end])
+        text = tokenizer.text(prefix)
         if end == len(tokens) or any(stop in text for stop in stops):
-            return [*told, deltas.rest(Hypothesis(said, "stop", text=cut_text(text, stops)))[1] or ""]
-        told.append(deltas.grown(said)[1] or "")
-    return told
+            return [*texts, deltas.rest(Hypothesis(prefix, "stop", text=cut_text(text, stops)))[1] or ""]
+        texts.append(deltas.grown(prefix)[1] or "")
+    return texts
 
 
 def pieces_of_spelling(kind: str, spelling: Sequence[str], stops: Sequence[str] = ()) -> list[str]:
@@ -76,17 +76,21 @@ def test_a_stop_text_is_never_told_nor_any_part_of_it(kind: str, data: st.DataOb
     text = tokenizer.text(tokens)
     begin = data.draw(st.integers(0, len(text)))
     stop = text[begin : begin + data.draw(st.integers(1, 4))]
-    stops = [one for one in (stop, stop[:-1] + "~", data.draw(st.text("ab. \N{GRINNING FACE}", max_size=3))) if one]
-    told = pieces(tokenizer, tokens, stops)
+    stops = [
+        candidate
+        for candidate in (stop, stop[:-1] + "~", data.draw(st.text("ab. \N{GRINNING FACE}", max_size=3)))
+        if candidate
+    ]
+    texts = pieces(tokenizer, tokens, stops)
     ended = next((end for end in range(1, len(tokens)) if any(s in tokenizer.text(tokens[:end]) for s in stops)), None)
-    assert "".join(told) == cut_text(tokenizer.text(tokens[:ended]), stops)
+    assert "".join(texts) == cut_text(tokenizer.text(tokens[:ended]), stops)
 
 
 @given(st.lists(st.sampled_from("ab"), min_size=1, max_size=8), st.lists(st.text("ab", min_size=1, max_size=4)))
-def test_tokens_of_a_stop_sequence_are_never_told(said: list[str], words: list[str]) -> None:
-    tokens = tuple(ord(one) for one in said)
-    stops = [tuple(ord(one) for one in word) for word in words]
-    deltas, told = Deltas(stops, None), []
+def test_tokens_of_a_stop_sequence_are_never_told(letters: list[str], words: list[str]) -> None:
+    tokens = tuple(ord(letter) for letter in letters)
+    stops = [tuple(ord(letter) for letter in word) for word in words]
+    deltas, sent = Deltas(stops, None), []
     for end in range(1, len(tokens) + 1):
         stopped = next((stop for stop in stops if tokens[:end][-len(stop) :] == stop), None)
         if stopped is not None:
@@ -94,11 +98,11 @@ def test_tokens_of_a_stop_sequence_are_never_told(said: list[str], words: list[s
             break
         piece, text = deltas.grown(tokens[:end])
         assert text is None
-        told += piece
+        sent += piece
     else:
         final = tokens
     rest, text = deltas.rest(Hypothesis(final, "stop"))
-    assert (*told, *rest) == final
+    assert (*sent, *rest) == final
     assert text is None
 
 
@@ -119,8 +123,8 @@ def test_a_stop_text_that_lies_in_held_tokens_of_a_stop_sequence_is_not_told_eit
 
 
 def test_an_emoji_of_four_tokens_is_told_when_it_is_complete() -> None:
-    told = pieces_of_spelling("byte level", ["Ġhe", *byte_level_spelling("😀!"), "llo"])
-    assert told == [" he", "", "", "", "😀", "!", "llo"]
+    texts = pieces_of_spelling("byte level", ["Ġhe", *byte_level_spelling("😀!"), "llo"])
+    assert texts == [" he", "", "", "", "😀", "!", "llo"]
 
 
 def test_bytes_that_never_become_a_character_are_told_when_that_is_certain() -> None:
@@ -188,14 +192,14 @@ def test_the_beginning_of_a_stop_text_waits_until_it_is_none() -> None:
 
 
 def test_a_stop_text_may_go_on_behind_a_character_that_is_not_complete() -> None:
-    told = pieces_of_spelling("byte level", byte_level_spelling("aSTÖPb"), ["STÖP"])
-    assert told == ["a", *[""] * 5]
+    texts = pieces_of_spelling("byte level", byte_level_spelling("aSTÖPb"), ["STÖP"])
+    assert texts == ["a", *[""] * 5]
 
 
 def test_bytes_are_looked_for_only_where_there_are_byte_tokens() -> None:
     assert tokenizer_named("metaspace").n_certain((3, 4, 0, 1)) == 4
     tokenizer = tokenizer_named("byte fallback")
-    one, other = ids_of(tokenizer, byte_spelling("é"))
-    assert tokenizer.n_certain((3, one, 4, one, 2, other, tokenizer.n_tokens)) == 3
-    assert tokenizer.n_certain((one, other)) == 0
+    lead, tail = ids_of(tokenizer, byte_spelling("é"))
+    assert tokenizer.n_certain((3, lead, 4, lead, 2, tail, tokenizer.n_tokens)) == 3
+    assert tokenizer.n_certain((lead, tail)) == 0
     assert tokenizer.n_certain(()) == 0

@@ -62,7 +62,7 @@ def less_of_the_same(tokens: Tokens, scores: Floats) -> Floats:
 
 
 def drawn_controls(
-    random: np.random.Generator, options: DecodeOptions, said: Sequence[int], bos_id: int
+    random: np.random.Generator, options: DecodeOptions, target: Sequence[int], bos_id: int
 ) -> DecodeOptions:
     """Return the same with some controls; what they forbid is what would be ``said`` without them."""
 
@@ -70,7 +70,7 @@ def drawn_controls(
         return bool(random.random() < 0.4)
 
     limit = max(3, options.max_new_tokens or 0)
-    tokens = [*said, *random.integers(VOCABULARY, size=3).tolist()]
+    tokens = [*target, *random.integers(VOCABULARY, size=3).tolist()]
     words = [tokens[start : start + 1 + n] for n, start in enumerate(random.integers(len(tokens), size=4).tolist())]
     words.append([bos_id, tokens[0]])  # what was read counts, not only what was said
     prefix = random.integers(3, VOCABULARY, size=random.integers(1, 5)).tolist() if likely() else []
@@ -123,8 +123,8 @@ def test_beams_find_what_transformers_finds(family: str, seed: int) -> None:
 def test_controlled_beams_find_what_transformers_finds(family: str, seed: int) -> None:
     random = np.random.default_rng([1, seed])
     engine, sources, options = drawn_engine(random, family), drawn_sources(random, 1 + seed % 3), drawn_beams(random)
-    said = decode(engine, sources[:1], options)[0].tokens
-    check_each(engine, sources, drawn_controls(random, options, said, engine.spec.bos_id))
+    target = decode(engine, sources[:1], options)[0].tokens
+    check_each(engine, sources, drawn_controls(random, options, target, engine.spec.bos_id))
 
 
 @in_every_family
@@ -135,8 +135,8 @@ def test_greedy_decoding_says_what_transformers_says(family: str, seed: int, con
     engine, sources = drawn_engine(random, family), drawn_sources(random, 1 + seed % 4)
     options = DecodeOptions(max_new_tokens=int(random.integers(1, 19)), scores=True)
     if controlled:
-        said = decode(engine, sources[:1], options)[0].tokens
-        options = drawn_controls(random, options, said, engine.spec.bos_id)
+        target = decode(engine, sources[:1], options)[0].tokens
+        options = drawn_controls(random, options, target, engine.spec.bos_id)
     check_each(engine, sources, options)
 
 
@@ -166,10 +166,12 @@ def test_the_engines_own_best_tokens_lead_where_all_logits_do(family: str) -> No
     model, sources = lively_model(family, EOS_BIASES[1]), drawn_sources(random, 4)
     options = DecodeOptions(num_beams=4, num_return_sequences=4, max_new_tokens=18)
     narrow, wide = HuggingFaceEngine(model, top_k=7), HuggingFaceEngine(model, top_k=8)
-    for one, other, source in zip(*(decode(each, sources, options) for each in (narrow, wide)), sources, strict=True):
+    for first, second, source in zip(
+        *(decode(engine, sources, options) for engine in (narrow, wide)), sources, strict=True
+    ):
         [theirs] = generated(model, [source], options)
-        check_same(one, theirs)
-        check_same(other, theirs)
+        check_same(first, theirs)
+        check_same(second, theirs)
     assert (set(narrow.wanted), set(wide.wanted)) == ({Want.LOGITS}, {Want.TOPK})
 
 
@@ -179,9 +181,9 @@ def only(targets: Sequence[Sequence[int]]) -> LogitsProcessor:
 
     def processor(tokens: Tokens, scores: Floats) -> Floats:
         left = np.full_like(scores, -np.inf)
-        for row, (_, *said) in enumerate(tokens.tolist()):
-            begun = [target for target in allowed if list(target[: len(said)]) == said]
-            following = [target[len(said)] for target in begun if len(target) > len(said)]
+        for row, (_, *prefix) in enumerate(tokens.tolist()):
+            begun = [target for target in allowed if list(target[: len(prefix)]) == prefix]
+            following = [target[len(prefix)] for target in begun if len(target) > len(prefix)]
             left[row, following] = scores[row, following]
         return left
 

@@ -140,7 +140,7 @@ def test_arrays_of_ids_are_as_good_as_lists() -> None:
         "shortlist": list(range(3, 20)),
     }
     arrays = {**lists, **{name: np.array(lists[name]) for name in ("prefix", "suppress_tokens", "forced_tokens")}}
-    arrays |= {name: [np.array(one, np.int32) for one in lists[name]] for name in ("bad_words", "stop")}
+    arrays |= {name: [np.array(word, np.int32) for word in lists[name]] for name in ("bad_words", "stop")}
     arrays["shortlist"] = np.array(lists["shortlist"], np.int16)
     assert DecodeOptions(**arrays) == DecodeOptions(**lists)
     assert decode(TableEngine(), [[5], [6]], DecodeOptions(**arrays)) == decode(
@@ -149,6 +149,6 @@ def test_arrays_of_ids_are_as_good_as_lists() -> None:
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    given = DecodeOptions(sample=True, temperature=np.float32(0.5), top_k=np.int64(4), timeout_s=np.float64(30))
+    options = DecodeOptions(sample=True, temperature=np.float32(0.5), top_k=np.int64(4), timeout_s=np.float64(30))
     plain = DecodeOptions(sample=True, temperature=0.5, top_k=4, timeout_s=30)
-    assert decode(TableEngine(), [[5]], given) == decode(TableEngine(), [[5]], plain)
+    assert decode(TableEngine(), [[5]], options) == decode(TableEngine(), [[5]], plain)

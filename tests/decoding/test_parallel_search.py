@@ -74,10 +74,10 @@ def test_the_length_head_decides_how_long_a_target_is(changes: dict) -> None:
     sources = drawn_sources(model)
     results = decode(EagerEngine(model), sources)
     lengths = []
-    for ids, one in zip(sources, results, strict=True):
+    for ids, result in zip(sources, results, strict=True):
         scores = length_scores(model, ids)
         lengths.append(scores.index(max(scores)) + 1)
-        assert one == Hypothesis(tuple(logits_alone(model, ids, lengths[-1]).argmax(-1).tolist()), "eos")
+        assert result == Hypothesis(tuple(logits_alone(model, ids, lengths[-1]).argmax(-1).tolist()), "eos")
     assert len(set(lengths)) > 1
 
 

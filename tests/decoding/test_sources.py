@@ -42,10 +42,10 @@ def drawn_sources(count: int) -> list[list[int]]:
     return [draw.integers(3, 64, draw.integers(1, 30)).tolist() for _ in range(count)]
 
 
-def sizes_told(model: Model, sources: Sequence[list[int]], **options: int) -> list[int]:
-    told: list[int] = []
-    model.generate(sources, GREEDY, progress=told.append, **options)
-    return told
+def batch_sizes(model: Model, sources: Sequence[list[int]], **options: int) -> list[int]:
+    sizes: list[int] = []
+    model.generate(sources, GREEDY, progress=sizes.append, **options)
+    return sizes
 
 
 def assert_same(results: Sequence[Hypothesis], expected: Sequence[Hypothesis]) -> None:
@@ -112,15 +112,15 @@ def test_a_parallel_model_decodes_in_batches_too() -> None:
 
 def test_progress_is_told_after_each_batch() -> None:
     model, sources = loaded("transformer-tiny"), [[7] * 10, [8] * 2, [9] * 10, [7] * 3, [5]]
-    assert sizes_told(model, sources) == [5]
-    assert sizes_told(model, sources, batch_tokens=40) == [2, 3]
-    assert sizes_told(model, sources, batch_tokens=1) == [1] * 5
+    assert batch_sizes(model, sources) == [5]
+    assert batch_sizes(model, sources, batch_tokens=40) == [2, 3]
+    assert batch_sizes(model, sources, batch_tokens=1) == [1] * 5
 
 
 def test_hundreds_of_sources_are_more_than_one_batch() -> None:
-    told = sizes_told(loaded("transformer-tiny"), drawn_sources(300))
-    assert sum(told) == 300
-    assert len(told) == 2
+    sizes = batch_sizes(loaded("transformer-tiny"), drawn_sources(300))
+    assert sum(sizes) == 300
+    assert len(sizes) == 2
 
 
 class Clock:

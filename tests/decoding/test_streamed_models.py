@@ -42,7 +42,7 @@ OPTIONS = {
 }
 
 
-def told(events: list[Event]) -> tuple[tuple[int, ...], str | None, Hypothesis | None]:
+def joined(events: list[Event]) -> tuple[tuple[int, ...], str | None, Hypothesis | None]:
     """Return all that the events of a stream say together."""
     texts = [event.text for event in events]
     assert all(event.hypothesis is None for event in events[:-1])
@@ -57,7 +57,7 @@ def test_a_stream_gives_what_generate_gives(preset: str, choice: str) -> None:
     model, source = loaded(preset), [9, 30, 12, 7]
     [whole] = model.generate([source], OPTIONS[choice])
     events = list(model.stream(np.array(source, np.int32), OPTIONS[choice]))
-    assert told(events) == (whole.tokens, None, whole)
+    assert joined(events) == (whole.tokens, None, whole)
     assert len(events) >= 12
     assert asyncio.run(collected(model.stream(source, OPTIONS[choice]))) == events
 
@@ -73,7 +73,7 @@ def test_text_is_told_in_pieces(text_model: Model) -> None:
     options = DecodeOptions(max_new_tokens=6)
     events = list(text_model.stream("w9 w30 w12", options))
     assert [event.text for event in events] == ["w31", " w8", " w31", " w8", " w31", " w8"]
-    assert told(events)[1:] == (words(events[-1].hypothesis.tokens), text_model.generate(["w9 w30 w12"], options)[0])
+    assert joined(events)[1:] == (words(events[-1].hypothesis.tokens), text_model.generate(["w9 w30 w12"], options)[0])
 
 
 def test_the_text_of_a_prefix_is_part_of_the_first_piece(text_model: Model) -> None:
@@ -84,7 +84,7 @@ def test_the_text_of_a_prefix_is_part_of_the_first_piece(text_model: Model) -> N
     events = list(text_model.stream("w9 w30 w12", by_text))
     assert events[0].tokens == whole.tokens[:3]
     assert events[0].text == words(whole.tokens[:3])
-    assert told(events) == (whole.tokens, whole.text, whole)
+    assert joined(events) == (whole.tokens, whole.text, whole)
 
 
 def test_text_is_cut_before_a_stop_and_no_part_of_the_stop_is_told(text_model: Model) -> None:
@@ -94,7 +94,7 @@ def test_text_is_cut_before_a_stop_and_no_part_of_the_stop_is_told(text_model: M
     assert (result.finish, result.text) == ("stop", "w31 w8 w31 w8 w3")
     assert result.tokens == (31, 8, 31, 8, 31, 8, 31, 26, 39)
     events = list(text_model.stream("w9 w30 w12", options))
-    assert told(events) == (result.tokens, result.text, result)
+    assert joined(events) == (result.tokens, result.text, result)
 
 
 def test_a_stop_that_is_part_of_the_prefix_ends_nothing(text_model: Model) -> None:
@@ -110,14 +110,14 @@ def test_a_stop_that_is_part_of_the_prefix_ends_nothing(text_model: Model) -> No
     options = replace(plain, stop=["w7", f"8 {first}"])
     [result] = text_model.generate(["w9 w30 w12"], options)
     assert (result.finish, result.text, result.tokens) == ("stop", "w7 w", whole.tokens[:3])
-    assert told(list(text_model.stream("w9 w30 w12", options))) == (result.tokens, result.text, result)
+    assert joined(list(text_model.stream("w9 w30 w12", options))) == (result.tokens, result.text, result)
 
 
 def test_a_stop_in_ids_is_cut_out_of_text_and_tokens(text_model: Model) -> None:
     options = DecodeOptions(max_new_tokens=12, stop=[(8, 31, 26)])
     [result] = text_model.generate(["w9 w30 w12"], options)
     assert (result.tokens, result.text) == ((31, 8, 31, 8, 31), "w31 w8 w31 w8 w31")
-    assert told(list(text_model.stream("w9 w30 w12", options))) == (result.tokens, result.text, result)
+    assert joined(list(text_model.stream("w9 w30 w12", options))) == (result.tokens, result.text, result)
 
 
 # Bytes of characters with two to four of them, so that random tokens are now and then a character.
@@ -143,7 +143,7 @@ def test_samples_of_bytes_are_told_as_generate_writes_them(
             max_new_tokens=16, sample=True, temperature=3.0, seed=seed, suppress_tokens=others, stop=stops
         )
         [whole] = model.generate([[9, 30]], options)
-        assert told(list(model.stream([9, 30], options))) == (whole.tokens, whole.text, whole)
+        assert joined(list(model.stream([9, 30], options))) == (whole.tokens, whole.text, whole)
         characters |= {*(whole.text or "")}
         stopped += whole.finish == "stop"
     assert characters >= {"é", "a", "b", "\ufffd"}
@@ -171,7 +171,7 @@ def test_a_source_that_is_changed_before_the_first_event_is_the_one_that_was_giv
     [whole] = model.generate([source], options)
     stream = model.stream(source, options)
     source[:] = 40
-    assert told(list(stream))[0] == whole.tokens
+    assert joined(list(stream))[0] == whole.tokens
 
 
 @pytest.mark.parametrize(
@@ -249,23 +249,23 @@ def test_many_streams_at_once_tell_what_each_would_tell_alone_and_give_every_sta
 ) -> None:
     model, options = loaded(preset), DecodeOptions(max_new_tokens=16)
     engine: Any = model._engine
-    given: list[str] = []
+    states: list[str] = []
     encode, release = engine.encode, engine.release
-    monkeypatch.setattr(engine, "encode", lambda *all_: (given.append("out"), encode(*all_))[1])
-    monkeypatch.setattr(engine, "release", lambda state: (release(state), given.append("back"))[0])
+    monkeypatch.setattr(engine, "encode", lambda *all_: (states.append("out"), encode(*all_))[1])
+    monkeypatch.setattr(engine, "release", lambda state: (release(state), states.append("back"))[0])
     draw = np.random.default_rng(8)
     sources = [draw.integers(3, 64, draw.integers(1, 6)).tolist() for _ in range(24)]
     alone = [result.tokens for result in model.generate(sources, options, batch_tokens=1)]
-    given.clear()
+    states.clear()
 
     async def some(index: int) -> tuple[int, ...]:
         """Read a stream to its end, or leave it on the way."""
-        found: list[int] = []
+        tokens: list[int] = []
         async for event in model.stream(sources[index], options):
-            found += event.tokens
-            if index % 3 == 1 and len(found) > index // 3:
+            tokens += event.tokens
+            if index % 3 == 1 and len(tokens) > index // 3:
                 break
-        return tuple(found)
+        return tuple(tokens)
 
     async def together() -> list[tuple[int, ...]]:
         tasks = [asyncio.create_task(some(index)) for index in range(len(sources))]
@@ -275,11 +275,11 @@ def test_many_streams_at_once_tell_what_each_would_tell_alone_and_give_every_sta
         results = await asyncio.gather(*tasks, return_exceptions=True)
         return [() if isinstance(result, BaseException) else result for result in results]
 
-    found = asyncio.run(together())
+    targets = asyncio.run(together())
     for index in range(len(sources)):
-        assert alone[index][: len(found[index])] == found[index]
-        assert index % 3 or len(found[index]) == len(alone[index])
-    assert eventually(lambda: given.count("out") == given.count("back"))
-    assert given.count("out") >= 16
+        assert alone[index][: len(targets[index])] == targets[index]
+        assert index % 3 or len(targets[index]) == len(alone[index])
+    assert eventually(lambda: states.count("out") == states.count("back"))
+    assert states.count("out") >= 16
     # The buffers are as good as new.
     assert [result.tokens for result in model.generate(sources, options, batch_tokens=1)] == alone

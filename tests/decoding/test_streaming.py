@@ -202,8 +202,8 @@ def test_threads_that_close_a_stream_all_at_once_give_its_state_back_once() -> N
             stream.close()
 
         with ThreadPoolExecutor(4) as threads:
-            for one in [threads.submit(job) for job in (read, close, close, close)]:
-                one.result(PATIENCE)
+            for future in [threads.submit(job) for job in (read, close, close, close)]:
+                future.result(PATIENCE)
         assert engine.released == engine.encoded
 
 

@@ -304,8 +304,8 @@ def test_a_human_sees_versions_commands_and_devices(environment: Environment, co
 
 
 def missing_of(report: dict[str, Any]) -> dict[tuple[str, str], list[str]]:
-    assert all(one["works"] == (not one["missing"]) for one in report["targets"])
-    return {(one["target"], one["work"]): one["missing"] for one in report["targets"]}
+    assert all(target["works"] == (not target["missing"]) for target in report["targets"])
+    return {(target["target"], target["work"]): target["missing"] for target in report["targets"]}
 
 
 def test_without_a_gpu_rtx_engines_can_be_compiled_and_everything_else_says_what_is_missing(
@@ -321,9 +321,9 @@ def test_without_a_gpu_rtx_engines_can_be_compiled_and_everything_else_says_what
     }
     environment.install("tensorrt-rtx", "tensorrt_rtx")
     environment.install("cuda-python", "cuda/bindings")
-    found = missing_of(environment.report())
-    assert found["tensorrt-rtx", "build engines"] == []
-    assert found["tensorrt-rtx", "run"] == [device]
+    missing = missing_of(environment.report())
+    assert missing["tensorrt-rtx", "build engines"] == []
+    assert missing["tensorrt-rtx", "run"] == [device]
 
 
 def test_with_a_gpu_and_its_packages_every_target_works_and_a_broken_package_is_missing(
@@ -336,9 +336,9 @@ def test_with_a_gpu_and_its_packages_every_target_works_and_a_broken_package_is_
     environment.install("cuda-python", "cuda/bindings")
     assert set(map(tuple, missing_of(environment.report()).values())) == {()}
     shutil.rmtree(environment.folder / "tensorrt")
-    found = missing_of(environment.report())
-    assert found["tensorrt", "build engines"] == found["tensorrt", "run"] == ["tensorrt"]
-    assert found["tensorrt-rtx", "run"] == []
+    missing = missing_of(environment.report())
+    assert missing["tensorrt", "build engines"] == missing["tensorrt", "run"] == ["tensorrt"]
+    assert missing["tensorrt-rtx", "run"] == []
 
 
 def test_a_driver_that_does_not_work_is_a_problem(environment: Environment, compiled: Compile) -> None:

@@ -40,9 +40,9 @@ def example(name: str, words: str) -> Block:
 
 
 def command(name: str) -> click.Command:
-    found = main.get_command(click.Context(main), name)
-    assert found is not None, name
-    return found
+    subcommand = main.get_command(click.Context(main), name)
+    assert subcommand is not None, name
+    return subcommand
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)

@@ -222,7 +222,7 @@ def test_no_module_unpickles_opens_connections_or_loads_foreign_code() -> None:
     modules = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     assert len(modules) > 100
     uses = {str(path.relative_to(ROOT)): forbidden_uses(path.read_text()) for path in modules}
-    assert {name: found for name, found in uses.items() if found} == {}
+    assert {name: reasons for name, reasons in uses.items() if reasons} == {}
 
 
 @pytest.mark.parametrize(

@@ -150,14 +150,14 @@ def test_every_folder_is_a_package_of_at_most_14_modules(folder: str) -> None:
     names: dict[Path, set[str]] = {}
     for path in modules_in(ROOT / folder):
         names.setdefault(path.parent, set()).add(path.name)
-    assert [str(place) for place, found in names.items() if "__init__.py" not in found] == []
-    assert [str(place) for place, found in names.items() if len(found - {"__init__.py"}) > 14] == []
+    assert [str(place) for place, modules in names.items() if "__init__.py" not in modules] == []
+    assert [str(place) for place, modules in names.items() if len(modules - {"__init__.py"}) > 14] == []
 
 
 def names_imported(node: ast.AST) -> list[str]:
     if isinstance(node, ast.ImportFrom):
-        return [f"{node.module}.{one.name}" for one in node.names]
-    return [one.name for one in node.names] if isinstance(node, ast.Import) else []
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
 
 
 def test_the_block_would_notice_an_import_of_torch() -> None:

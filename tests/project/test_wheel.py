@@ -56,8 +56,8 @@ class Device:
         return run(self.folder / "bin" / command[0], *command[1:], folder=self.folder)
 
     def installed(self) -> frozenset[str]:
-        found = importlib.metadata.distributions(path=[str(self.packages)])
-        return frozenset(canonicalize_name(distribution.name) for distribution in found)
+        distributions = importlib.metadata.distributions(path=[str(self.packages)])
+        return frozenset(canonicalize_name(distribution.name) for distribution in distributions)
 
     def needed_by(self, name: str) -> set[str]:
         """Return a distribution and all that it requires, and what those require."""
@@ -120,9 +120,9 @@ def test_the_bundled_model_is_in_the_wheel_whole(wheel: Path, checkout: Path) ->
     folder = checkout / "export" / "g2p" / "checkpoint"
     place = "fatdeploy/export/g2p/checkpoint/"
     with zipfile.ZipFile(wheel) as archive:
-        found = {name: archive.read(name) for name in archive.namelist() if name.startswith(place)}
-    assert found == {place + path.name: path.read_bytes() for path in folder.iterdir()}
-    assert {place + name for name in ("config.json", "model.safetensors", "tokenizer.json", "NOTICE")} <= found.keys()
+        packed = {name: archive.read(name) for name in archive.namelist() if name.startswith(place)}
+    assert packed == {place + path.name: path.read_bytes() for path in folder.iterdir()}
+    assert {place + name for name in ("config.json", "model.safetensors", "tokenizer.json", "NOTICE")} <= packed.keys()
 
 
 def test_a_wheel_made_from_the_source_archive_has_the_same_files(wheel: Path, checkout: Path) -> None:

@@ -28,24 +28,24 @@ def probe(tokens: list[list[int]], first: int = 5) -> Probe:
 
 def test_every_token_of_the_reference_is_one_in_agreement() -> None:
     engine = ScriptedEngine({5: REFERENCE[0], 6: REFERENCE[1]})
-    found = token_fidelity(engine, [probe(REFERENCE)])
-    assert (found, found.share) == (Fidelity(tokens=8, same=8), 1.0)
+    fidelity = token_fidelity(engine, [probe(REFERENCE)])
+    assert (fidelity, fidelity.share) == (Fidelity(tokens=8, same=8), 1.0)
     assert engine.released == 1
 
 
 def test_a_wrong_token_counts_once_and_the_next_step_reads_the_references_own() -> None:
     engine = ScriptedEngine({5: [7, 9, 2, 4], 6: REFERENCE[1]})
-    found = token_fidelity(engine, [probe(REFERENCE)])
-    assert found == Fidelity(tokens=8, same=7)
-    assert found.as_dict() == {"tokens": 8, "same": 7, "share": 0.875}
+    fidelity = token_fidelity(engine, [probe(REFERENCE)])
+    assert fidelity == Fidelity(tokens=8, same=7)
+    assert fidelity.as_dict() == {"tokens": 8, "same": 7, "share": 0.875}
     # BOS is 1; the 9 that it said is never read.
     assert engine.fed == [[[1], [1]], [[7], [5]], [[8], [6]], [[2], [9]]]
 
 
 def test_all_probes_are_counted_together() -> None:
     engine = ScriptedEngine({5: [7, 8], 6: [3, 3], 8: [4, 4, 4]})
-    found = token_fidelity(engine, [probe([[7, 8], [3, 4]]), probe([[4, 5, 6]], first=8)])
-    assert found == Fidelity(tokens=7, same=4)
+    fidelity = token_fidelity(engine, [probe([[7, 8], [3, 4]]), probe([[4, 5, 6]], first=8)])
+    assert fidelity == Fidelity(tokens=7, same=4)
     assert engine.released == 2
 
 

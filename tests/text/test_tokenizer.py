@@ -45,12 +45,12 @@ def test_a_device_reads_and_writes_what_the_package_does(
     ids = data.draw(st.lists(st.integers(0, coder.n_tokens + 1)))
     assert device.text(ids) == package.text(ids) == coder.text(ids)
     assert device.n_certain(ids) == package.n_certain(ids) == len(ids)
-    for one in (text, *(side for pair in pairs for side in pair)):
-        found, expected = device.encoded(one), package.encoded(one)
-        assert found.ids.tolist() == expected.ids.tolist() == coder.source_ids(one)
-        assert (found.ids.dtype, found.closing) == (expected.ids.dtype, expected.closing)
+    for sample in (text, *(side for pair in pairs for side in pair)):
+        encoded, expected = device.encoded(sample), package.encoded(sample)
+        assert encoded.ids.tolist() == expected.ids.tolist() == coder.source_ids(sample)
+        assert (encoded.ids.dtype, encoded.closing) == (expected.ids.dtype, expected.closing)
         if kind == "characters":
-            assert device.plain_ids(one) == package.plain_ids(one)
+            assert device.plain_ids(sample) == package.plain_ids(sample)
 
 
 def test_a_part_of_a_target_is_split_as_targets_are(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ print(json.dumps([read.n_tokens, read.encoded("ahoy?").ids.tolist(), read.text([
 """
 
 
-def told_without_package(path: Path) -> "subprocess.CompletedProcess[str]":
+def read_without_package(path: Path) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-c", WITHOUT_PACKAGE, str(path)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
 
@@ -93,16 +93,16 @@ def test_characters_and_symbols_are_read_where_the_package_cannot_be_imported(
 ) -> None:
     coder = built_tokenizer(PAIRS, kind)
     coder.save(tmp_path / "tokenizer.json")
-    run = told_without_package(tmp_path / "tokenizer.json")
+    run = read_without_package(tmp_path / "tokenizer.json")
     assert run.stderr == ""
     package = in_package(coder)
-    told = json.loads(run.stdout)
-    assert told == [package.get_vocab_size(), package.encode("ahoy?").ids, package.decode([1, 5, 4, 2])] == expected
+    values = json.loads(run.stdout)
+    assert values == [package.get_vocab_size(), package.encode("ahoy?").ids, package.decode([1, 5, 4, 2])] == expected
 
 
 def test_other_files_need_the_package_and_say_so_where_it_cannot_be_imported(tmp_path: Path) -> None:
     built_tokenizer(PAIRS, "bpe").save(tmp_path / "tokenizer.json")
-    run = told_without_package(tmp_path / "tokenizer.json")
+    run = read_without_package(tmp_path / "tokenizer.json")
     assert "BackendUnavailable: text of " in run.stderr
     assert "tokenizer.json needs tokenizers (import of tokenizers halted" in run.stderr
     assert "pip install 'fatdeploy[text]'" in run.stderr
