@@ -1,4 +1,4 @@
-"""``fatdeploy inspect``: what it says of a bundle is what the files hold."""
+"""``fatdeploy inspect``: what it shows is what the bundle's files contain."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def graph_of(bundle: Bundle, part: str) -> onnx.GraphProto:
 
 
 def described(tensors: Any) -> list[dict[str, Any]]:
-    """Return inputs or outputs of a graph in the form in which they are shown."""
+    """Return inputs or outputs of a graph as the command shows them."""
     return [
         {
             "name": tensor.name,
@@ -103,7 +103,7 @@ def test_the_weights_of_the_parts_are_all_that_the_files_hold(preset: str, diale
     assert 0 <= bundle.file(WEIGHTS).stat().st_size - sum(everything.values()) < 64 * len(everything)
 
 
-def test_parts_are_the_modules_of_the_model_whose_layers_are_one_part() -> None:
+def test_parts_are_the_models_modules_with_all_layers_as_one_part() -> None:
     report = shown(bundle_of("transformer-tiny"))
     attention = report["weights"]["decoder.layers.*.attention.qkv"]
     assert attention == {"tensors": 4, "parameters": 2 * (32 * 96 + 96), "bytes": 8 * (32 * 96 + 96)}
@@ -116,7 +116,7 @@ def test_parts_are_the_modules_of_the_model_whose_layers_are_one_part() -> None:
 
 
 @every_bundle
-def test_origin_and_proof_are_told(preset: str, dialect: Dialect) -> None:
+def test_origin_and_proof_are_shown(preset: str, dialect: Dialect) -> None:
     bundle = bundle_of(preset, dialect)
     report, lines = shown(bundle), lines_of(bundle)
     certificate = json.loads(bundle.file(PARITY).read_text())
@@ -158,7 +158,7 @@ def test_a_damaged_bundle_is_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"parity": 3}'])
-def test_a_certificate_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
+def test_a_file_that_is_not_a_certificate_is_refused(tmp_path: Path, content: str) -> None:
     shutil.copytree(bundle_of("fat-tiny").path, tmp_path / "bundle")
     (tmp_path / "bundle" / PARITY).write_text(content)
     write_manifest(tmp_path / "bundle", bundle_of("fat-tiny").manifest)

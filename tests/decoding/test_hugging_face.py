@@ -1,4 +1,4 @@
-"""The search says what ``generate`` of transformers says: same tokens, same scores, for models that it knows well."""
+"""The search matches ``generate`` of transformers: same tokens, same scores, for well-known models."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ from tests.support.hugging_face import (
 )
 
 TOLERANCE = 1e-4
-# How much likelier EOS is made: from targets that run to the limit to some that are empty.
+# Added to EOS's logit: from targets that run to the limit to some that are empty.
 EOS_BIASES = (1.5, 2.5, 3.5)
 in_every_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -64,7 +64,7 @@ def less_of_the_same(tokens: Tokens, scores: Floats) -> Floats:
 def drawn_controls(
     random: np.random.Generator, options: DecodeOptions, target: Sequence[int], bos_id: int
 ) -> DecodeOptions:
-    """Return the same with some controls; what they forbid is what would be ``said`` without them."""
+    """Return the options with some controls, which forbid parts of the ``target`` decoded without them."""
 
     def likely() -> bool:
         return bool(random.random() < 0.4)
@@ -72,12 +72,12 @@ def drawn_controls(
     limit = max(3, options.max_new_tokens or 0)
     tokens = [*target, *random.integers(VOCABULARY, size=3).tolist()]
     words = [tokens[start : start + 1 + n] for n, start in enumerate(random.integers(len(tokens), size=4).tolist())]
-    words.append([bos_id, tokens[0]])  # what was read counts, not only what was said
+    words.append([bos_id, tokens[0]])  # tokens that were read count, not only generated ones
     prefix = random.integers(3, VOCABULARY, size=random.integers(1, 5)).tolist() if likely() else []
     begin = [(0, int(random.integers(3, VOCABULARY)))] if not prefix and likely() else []
     end = [(limit - 1, EOS)] if likely() else []
     forced = {token for _, token in (*begin, *end)}
-    # Nothing is left to say where what is forced is suppressed as well.
+    # Suppressing a forced token would leave no token at all.
     suppressed = [token for token in tokens[: random.integers(1, 4)] if token not in forced]
     return replace(
         options,
@@ -86,7 +86,7 @@ def drawn_controls(
         repetition_penalty=float(random.uniform(0.7, 2)) if likely() else 1.0,
         no_repeat_ngram_size=int(random.integers(1, 4)) if likely() else 0,
         suppress_tokens=suppressed if likely() else [],
-        # A bad word that is EOS alone forbids it here, and is ignored there.
+        # A bad word that is only EOS forbids it here and is ignored by transformers.
         bad_words=[word for word in words if word != [EOS]] if likely() else [],
         forced_tokens=[*begin, *end],
         processors=[less_of_the_same] if likely() else [],
@@ -104,7 +104,7 @@ def check_same(ours: Hypothesis, theirs: Sequence[Generated]) -> None:
 
 
 def check_each(engine: HuggingFaceEngine, sources: Sequence[Sequence[int]], options: DecodeOptions) -> None:
-    """Compare our batch with one call of ``generate`` a source."""
+    """Compare our batch with one call of ``generate`` per source."""
     for source, ours in zip(sources, decode(engine, sources, options), strict=True):
         [theirs] = generated(engine.model, [source], options)
         check_same(ours, theirs)
@@ -130,7 +130,7 @@ def test_controlled_beams_find_what_transformers_finds(family: str, seed: int) -
 @in_every_family
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("controlled", [False, True], ids=["plain", "controlled"])
-def test_greedy_decoding_says_what_transformers_says(family: str, seed: int, controlled: bool) -> None:
+def test_greedy_decoding_gives_the_tokens_of_transformers(family: str, seed: int, controlled: bool) -> None:
     random = np.random.default_rng([2, seed])
     engine, sources = drawn_engine(random, family), drawn_sources(random, 1 + seed % 4)
     options = DecodeOptions(max_new_tokens=int(random.integers(1, 19)), scores=True)
@@ -152,7 +152,7 @@ def test_a_batch_of_transformers_finds_the_same(family: str, seed: int, early_st
 
 
 def test_a_negative_penalty_looks_no_further_than_the_present_length() -> None:
-    # One source in thousands for which a search that looked to the limit would stop too soon.
+    # One source in thousands for which a search that looks as far as the limit would stop too soon.
     source = drawn_sources(np.random.default_rng([8, 2]), 10)[5]
     options = DecodeOptions(
         num_beams=8, num_return_sequences=8, early_stopping="never", length_penalty=-0.2, max_new_tokens=18
@@ -176,7 +176,7 @@ def test_the_engines_own_best_tokens_lead_where_all_logits_do(family: str) -> No
 
 
 def only(targets: Sequence[Sequence[int]]) -> LogitsProcessor:
-    """Return a control under which one of the targets is said, and EOS after it."""
+    """Return a control that allows only one of the targets, followed by EOS."""
     allowed = [(*target, EOS) for target in targets]
 
     def processor(tokens: Tokens, scores: Floats) -> Floats:

@@ -87,7 +87,7 @@ def test_an_eos_cut_target_ends_at_its_first_eos() -> None:
     assert endless.length is None
     sources = drawn_sources(endless)
     raw = [logits_alone(endless, ids, 24).argmax(-1).tolist() for ids in sources]
-    # A token that some rows say and others do not plays EOS; the numbers do not depend on which one it is.
+    # A token that only some rows contain stands in for EOS; the numbers do not depend on which one it is.
     eos = next(token for row in raw for token in row[1:] if token > 2 and not all(token in other for other in raw))
     model = nat({"length": "eos", "eos_id": eos}).double()
     expected = [

@@ -45,7 +45,7 @@ def forced_score(source: list[int], tokens: tuple[int, ...], finish: str) -> lis
     ]
 
 
-def test_greedy_says_the_arg_max_of_every_step() -> None:
+def test_greedy_takes_the_arg_max_of_every_step() -> None:
     for result, source in zip(decode(TableEngine(), SOURCES), SOURCES, strict=True):
         expected = greedy_by_hand(source, 32)
         assert [*result.tokens, *([EOS] if result.finish == "eos" else [])] == expected
@@ -57,7 +57,7 @@ def test_rows_leave_the_batch_when_half_of_them_are_finished() -> None:
     rows = [shape[0] for shape, _ in engine.calls]
     lengths = [len(greedy_by_hand(source, 32)) for source in SOURCES]
     alive = [sum(length > step for length in lengths) for step in range(max(lengths))]
-    # As few as there are while more than half go on; never a row more than twice as many.
+    # At least as many rows as unfinished targets, but fewer than twice as many.
     assert all(going <= row < 2 * going or row == going for row, going in zip(rows, alive, strict=True))
     assert rows[-1] < len(SOURCES) / 2
     assert engine.n_states == 0
@@ -172,7 +172,7 @@ def test_the_best_columns_of_a_large_vocabulary_are_those_of_a_sort(vocab_size: 
 
 
 @pytest.mark.parametrize("place", [0, 511, 599])
-def test_a_score_that_is_no_number_is_an_error_wherever_it_stands(place: int) -> None:
+def test_a_nan_score_is_an_error_in_any_column(place: int) -> None:
     scores = np.zeros((2, 600), np.float32)
     scores[1, place] = np.nan
     with pytest.raises(SpecMismatch, match="scores are not numbers"):
@@ -191,14 +191,14 @@ def chi_square(counts: Counter[int], expected: Floats) -> float:
 
 
 def narrowed(options: DecodeOptions) -> Floats:
-    """Return the distribution of a first token, computed in the plainest way."""
+    """Return the distribution of a first token, computed in the simplest way."""
     weights = np.exp(hashed_logits((5,), (BOS,)).astype(np.float64) / options.temperature)
     probabilities = weights / weights.sum()
     order = np.argsort(-probabilities)
     if options.top_k:
         probabilities[order[options.top_k :]] = 0
         probabilities /= probabilities.sum()
-    # The fewest that reach top_p together.
+    # The fewest tokens that together reach top_p.
     n_kept = int((np.cumsum(probabilities[order]) < options.top_p).sum()) + 1
     probabilities[order[n_kept:]] = 0
     probabilities[probabilities < options.min_p * probabilities.max()] = 0
@@ -381,7 +381,7 @@ def test_a_shortlist_goes_with_controls() -> None:
 
 
 @pytest.mark.parametrize("beams", [1, 2])
-def test_a_users_processor_sees_what_was_said_and_what_comes(beams: int) -> None:
+def test_a_users_processor_sees_the_tokens_so_far_and_the_next_scores(beams: int) -> None:
     seen = []
 
     def processor(tokens: Tokens, scores: Floats) -> Floats:
@@ -415,7 +415,7 @@ def test_controls_that_forbid_everything_are_an_error(way: dict) -> None:
 
 @pytest.mark.parametrize("top_k", [2, 12])
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_an_engine_that_says_no_numbers_is_an_error(way: dict, top_k: int) -> None:
+def test_an_engine_that_returns_nan_is_an_error(way: dict, top_k: int) -> None:
     def broken(source: tuple[int, ...], tokens: tuple[int, ...]) -> Floats:
         logits = hashed_logits(source, tokens)
         if len(tokens) > 2:
@@ -428,11 +428,11 @@ def test_an_engine_that_says_no_numbers_is_an_error(way: dict, top_k: int) -> No
     assert engine.n_states == 0
 
 
-# What else is told.
+# Other results.
 
 
 @pytest.mark.parametrize("options", [DecodeOptions(), DecodeOptions(num_beams=3), DecodeOptions(prefix=[9])], ids=str)
-def test_alignments_stand_beside_the_tokens_that_they_chose(options: DecodeOptions) -> None:
+def test_alignments_belong_to_the_tokens_that_they_chose(options: DecodeOptions) -> None:
     engine = TableEngine(spec=ALIGNED)
     for result, source in zip(decode(engine, SOURCES, options), SOURCES, strict=True):
         n_prefix = len(options.prefix)
@@ -456,7 +456,7 @@ def test_a_right_to_left_target_has_everything_in_reading_order() -> None:
 
 
 @pytest.mark.parametrize("options", [DecodeOptions(), DecodeOptions(num_beams=3)], ids=str)
-def test_a_deadline_cancels_what_is_not_finished(options: DecodeOptions) -> None:
+def test_a_deadline_cancels_unfinished_targets(options: DecodeOptions) -> None:
     whole = decode(TableEngine(), SOURCES, options)
     engine = TableEngine()
     with Decoding(engine, SOURCES, options, deadline=float("inf")) as decoding:
@@ -475,7 +475,7 @@ def test_a_deadline_cancels_what_is_not_finished(options: DecodeOptions) -> None
     assert engine.n_states == 0
 
 
-def test_a_timeout_that_is_over_at_once_says_nothing() -> None:
+def test_a_timeout_that_has_already_passed_gives_no_tokens() -> None:
     engine = TableEngine()
     results = decode(engine, SOURCES[:2], DecodeOptions(timeout_s=1e-9))
     assert results == [Hypothesis((), "cancelled")] * 2

@@ -1,4 +1,4 @@
-"""The README: short, its numbers from the committed results, its proof in the words that the command prints."""
+"""The README: short, with numbers from the committed results and the proof as the command prints it."""
 
 import re
 import subprocess

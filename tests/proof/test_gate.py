@@ -1,4 +1,4 @@
-"""The gate of quantized bundles: what is counted and refused, what a certificate says, and what is kept to pass."""
+"""The gate of quantized bundles: what it counts and refuses, what it certifies, and what it keeps to pass."""
 
 import json
 import shutil
@@ -67,7 +67,7 @@ SAID = Quantization("any", 7, {"output": "int8 static"}, enforced=True)
 
 
 class FollowingEngine(ScriptedEngine):
-    """Says after each token what the rules say, however many tokens it reads at once."""
+    """Follows the rules after each token, however many tokens it reads at once."""
 
     def __init__(self) -> None:
         super().__init__({first: [first] for first in RULES})
@@ -96,7 +96,7 @@ def bytes_of(**arrays: Any) -> bytes:
 
 
 def judged_bundle(folder: Path, certificate: object) -> Bundle:
-    """Return a bundle that is judged by the material, with a certificate."""
+    """Return a bundle with the material that judges it and a certificate."""
     plain = json.loads(bundle_of(TINY).file(PARITY).read_text())
     values = {**plain, **certificate} if isinstance(certificate, dict) else certificate
     files = {"parity_json": json.dumps(values).encode(), "gate_npz": bytes_of(**vars(MATERIAL))}
@@ -141,7 +141,7 @@ def test_a_batch_with_a_long_target_has_fewer_rows(monkeypatch: pytest.MonkeyPat
     assert [batch.lengths.tolist() for batch in MATERIAL.batches()] == [[3], [4], [1], [3]]
 
 
-def test_what_was_said_has_no_end_and_is_in_reading_order() -> None:
+def test_targets_have_no_eos_and_are_in_reading_order() -> None:
     assert MATERIAL.targets(SPEC) == [[3, 4], [3, 3, 3, 3], [], [3, 4]]
     assert MATERIAL.targets(replace(SPEC, target_order="right_to_left")) == [[4, 3], [3, 3, 3, 3], [], [4, 3]]
 
@@ -176,7 +176,7 @@ def test_material_is_read_as_it_was_written(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_damaged_material_is_an_error_of_the_bundle(tmp_path: Path, data: bytes, reason: str) -> None:
+def test_damaged_material_is_a_bundle_error(tmp_path: Path, data: bytes, reason: str) -> None:
     bundle = hollow_bundle(tmp_path / "bundle", SAID, gate_npz=data)
     with pytest.raises(BundleError, match=rf"cannot read .*gate\.npz: .*{reason}.*; export the bundle again"):
         read_material(bundle)
@@ -194,14 +194,14 @@ def test_a_bundle_without_material_says_so(tmp_path: Path) -> None:
 def test_agreement_is_counted_after_the_references_tokens_and_by_itself(times: int) -> None:
     engine = FollowingEngine()
     agreement = token_agreement(engine, repeated(times))
-    # Source 5: all of 3. Source 6: 3, then 4 three times in the place of 3. Source 7: its end. Source 8: all but the
-    # first; by itself it goes another way from there.
+    # Source 5: all of 3. Source 6: 3, then 4 three times instead of 3. Source 7: its EOS. Source 8: all but the
+    # first; decoding freely it diverges from there.
     assert agreement == TokenAgreement(11 * times, (3 + 1 + 1 + 2) * times, 4 * times, 2 * times)
     assert agreement.share == pytest.approx(7 / 11)
     assert engine.released == engine.encoded > 0
 
 
-def test_rows_that_are_the_same_alone_are_apart_by_nothing() -> None:
+def test_rows_that_do_not_depend_on_their_batch_differ_by_zero() -> None:
     engine = FollowingEngine()
     assert check_rows(engine, MATERIAL, "int8") == 0.0
     assert engine.released == engine.encoded == 1 + 4 + 1
@@ -230,7 +230,7 @@ def test_a_row_that_depends_on_its_batch_is_refused_by_what_its_precision_allows
     assert check_rows(Crowded(), MATERIAL, "bf16") == pytest.approx(0.003 / 1.001, rel=1e-3)
 
 
-def test_logits_that_are_no_numbers_are_refused() -> None:
+def test_nan_logits_are_refused() -> None:
     engine = Crowded()
     engine.per_row = float("nan")
     with pytest.raises(ParityFailed, match="differ from those it gets alone by nan"):
@@ -238,7 +238,7 @@ def test_logits_that_are_no_numbers_are_refused() -> None:
 
 
 class Remembering(FollowingEngine):
-    """Gives a batch that it has seen before another answer."""
+    """Answers differently when it sees a batch again."""
 
     def step(self, tokens: Tokens, state: list[list[int]], want: Want) -> StepOut:
         out = super().step(tokens, state, want)
@@ -247,7 +247,7 @@ class Remembering(FollowingEngine):
 
 
 @pytest.mark.parametrize("precision", ["int8", "bf16"])
-def test_an_engine_that_answers_twice_differently_is_refused_whatever_its_precision(precision: str) -> None:
+def test_an_engine_that_is_not_repeatable_is_refused_in_every_precision(precision: str) -> None:
     with pytest.raises(ParityFailed, match="the same batch decoded twice gave two answers"):
         check_rows(Remembering(), MATERIAL, precision)
 
@@ -267,7 +267,7 @@ def test_below_an_enforced_bar_is_a_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("bar", "enforced"), [(0.995, False), (7 / 11, True), (0.5, True)])
-def test_what_reaches_its_bar_or_has_none_is_reported(tmp_path: Path, bar: float, enforced: bool) -> None:
+def test_a_bundle_at_its_bar_or_without_one_is_reported(tmp_path: Path, bar: float, enforced: bool) -> None:
     certificate = certificate_with(bar, enforced=enforced)
     bundle = judged_bundle(tmp_path / "bundle", certificate)
     assert asdict(verified_quantized(bundle, FollowingEngine())) == {
@@ -283,7 +283,7 @@ def test_what_reaches_its_bar_or_has_none_is_reported(tmp_path: Path, bar: float
     }
 
 
-def test_without_a_bar_only_what_rounding_can_cost_is_forgiven() -> None:
+def test_without_a_bar_only_the_cost_of_rounding_is_accepted() -> None:
     few, many = Promise(0.75, None), Promise(0.95, None)
     # 3 tokens of few, a hundredth of many; the certified share of 12 tokens is 9 of them, of 1,000 it is 950.
     assert few.lost(Fidelity(12, 6)) is None
@@ -294,13 +294,13 @@ def test_without_a_bar_only_what_rounding_can_cost_is_forgiven() -> None:
     assert many.lost(Fidelity(1000, 940)) is None
     assert many.lost(Fidelity(1000, 939)) is not None
     assert many.lost(Fidelity(1000, 1000)) is None
-    # A bar is all that counts where there is one.
+    # Where there is a bar, nothing else counts.
     assert Promise(1.0, 0.9).lost(Fidelity(1000, 900)) is None
     assert Promise(0.9, 0.95).lost(Fidelity(1000, 949)) is not None
 
 
 def with_scales_times(bundle: Bundle, folder: Path, factor: float) -> Bundle:
-    """Return a copy whose decoder's tensors of floats are multiplied: it loads, hashes are right, numbers are not."""
+    """Return a copy with the decoder's float tensors multiplied: it loads, hashes are right, numbers are not."""
     shutil.copytree(bundle.path, folder)
     data = bytearray(bundle.file(WEIGHTS).read_bytes())
     graph = onnx.load(bundle.file(DECODER), load_external_data=False).graph
@@ -341,7 +341,7 @@ def test_random_weights_that_are_damaged_are_refused_and_those_rounded_otherwise
         {"gate": {**certificate_with(1, enforced=True)["gate"], "bar": "x"}},
     ],
 )
-def test_a_certificate_without_a_gate_is_an_error_of_the_bundle(tmp_path: Path, certificate: dict[str, Any]) -> None:
+def test_a_certificate_without_a_gate_is_a_bundle_error(tmp_path: Path, certificate: dict[str, Any]) -> None:
     bundle = judged_bundle(tmp_path / "bundle", certificate)
     with pytest.raises(BundleError, match=r"parity\.json cannot be read: gate.*; export the bundle again"):
         verified_quantized(bundle, FollowingEngine())
@@ -406,7 +406,7 @@ def test_a_record_in_a_damaged_certificate_is_refused(tmp_path: Path, entries: o
 
 
 @pytest.mark.parametrize("certificate", [[], 3])
-def test_a_certificate_that_is_no_object_is_refused(tmp_path: Path, certificate: object) -> None:
+def test_a_certificate_that_is_not_an_object_is_refused(tmp_path: Path, certificate: object) -> None:
     with pytest.raises(BundleError, match=r"parity\.json cannot be read: expected an object, found "):
         record_here(judged_bundle(tmp_path / "bundle", certificate), 1.0)
 
@@ -463,7 +463,7 @@ def test_a_judgement_in_one_line() -> None:
 
 
 class Numbers:
-    """A tokenizer whose text are ids."""
+    """A tokenizer whose texts are ids."""
 
     n_tokens = 64
 
@@ -477,7 +477,7 @@ def test_the_reference_itself_is_judged_to_be_right_and_another_model_is_not() -
     most = {"most_steps": RANDOM_STEPS}
     first = Gate(reference, [Example(source) for source in sources], None, **most)
     targets = [" ".join(map(str, row)) for row in first.material.targets(reference.spec)]
-    # Two of three targets are what it says, the third is something that nobody says.
+    # Two of three references are the model's own targets; no model returns the third.
     references = [targets[0], targets[1], " ".join(["x"] * len(targets[2].split()))]
     examples = [Example(ids, (text,)) for ids, text in zip(sources, references, strict=True)]
     judged = Gate(reference, examples, Numbers(), metric="token_error_rate", **most).judged(reference)
@@ -559,7 +559,7 @@ def test_ids_without_a_tokenizer_are_symbols() -> None:
     assert metric_of(None, [PAIR], None, silent) == "token_error_rate"
 
 
-def test_without_sacrebleu_it_is_said_which_metric_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_sacrebleu_the_chosen_metric_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
     tokenizer, messages = tokenizer_of("bpe", tmp_path), list[str]()
     assert metric_of(None, [PAIR], tokenizer, messages.append) == "token_error_rate"
@@ -665,7 +665,7 @@ def test_a_recovery_keeps_the_worst_matrices_and_says_which(tmp_path: Path, prec
 
 
 @pytest.mark.parametrize(("precision", "advice"), [("int8", "fp32"), ("int4", "int8")])
-def test_a_recovery_that_keeps_all_in_vain_says_what_to_export(tmp_path: Path, precision: Any, advice: str) -> None:
+def test_a_recovery_that_fails_with_all_kept_says_what_to_export(tmp_path: Path, precision: Any, advice: str) -> None:
     request = QuantizeRequest(precision=precision, of=FEW, recover=True, bar=Bar(agreement=1.01))
     with pytest.raises(
         ParityFailed,
@@ -675,7 +675,7 @@ def test_a_recovery_that_keeps_all_in_vain_says_what_to_export(tmp_path: Path, p
         quantizer_of(TINY, request).written(folder_in(tmp_path), enforced=True)
 
 
-def test_an_embedding_of_its_own_is_looked_at_and_can_be_kept(tmp_path: Path) -> None:
+def test_an_untied_embedding_is_judged_and_can_be_kept(tmp_path: Path) -> None:
     engine, reference = aligned("plain", "ort", 0)
     plain, exportable = engine._bundle, exportable_model(reference.exportable)
     assert not any(

@@ -1,4 +1,4 @@
-"""Two engines side by side: what is a tie, what is a miss, and that one wrong token does not hide the next."""
+"""Two engines side by side: ties, misses, and that one wrong token does not hide the next."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ Change = Callable[[int, Logits], None]
 
 
 class ChangedEngine(ScriptedEngine):
-    """Says its script, and then a change of each step's logits, which are 1 for the scripted token and 0 elsewhere."""
+    """Follows its script, then changes each step's logits, which are 1 for the scripted token and 0 elsewhere."""
 
     def __init__(self, change: Change) -> None:
         super().__init__(SCRIPTS)
@@ -61,7 +61,7 @@ def at(step: int, row: int, token: int, value: float) -> Change:
     return change
 
 
-def test_engines_that_say_the_same_agree_on_every_logit() -> None:
+def test_engines_with_the_same_tokens_agree_on_every_logit() -> None:
     result = comparison(at(1, 0, 5, 1 + 4e-6))
     assert result.first_miss is None
     assert result.expected.tolist() == result.found.tolist() == [[4, 5, 6, 7], [8, 9, 8, 9]]
@@ -123,7 +123,7 @@ def test_the_bound_grows_with_the_rows_own_logits() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_logit_that_is_no_number_is_a_miss(value: float) -> None:
+def test_a_nan_logit_is_a_miss(value: float) -> None:
     assert comparison(at(1, 0, 3, value)).first_miss == (0, 1)
     assert comparison(lambda step, logits: None, at(1, 0, 3, np.nan)).first_miss is not None
 
@@ -213,7 +213,7 @@ def test_a_live_model_without_torch_says_what_to_install() -> None:
 
 
 class LeakyEngine(OrtEngine):
-    """A row is moved by its neighbours, or by the decodes before it."""
+    """An engine whose rows are affected by their neighbours or by earlier decodes."""
 
     by_neighbours = by_decodes = 0.0
     decodes = 0

@@ -1,4 +1,4 @@
-"""Text on a device: characters and symbols are read without the tokenizers package as by it."""
+"""Text on a device: characters and symbols are read as with the tokenizers package, but without it."""
 
 import json
 import subprocess
@@ -41,7 +41,7 @@ def test_a_device_reads_and_writes_what_the_package_does(
         device, package = tokenizer_from_file(path), PackageTokenizer(path.read_text(encoding="utf-8"), path)
     assert isinstance(device, CharacterTokenizer)
     assert device.n_tokens == package.n_tokens == coder.n_tokens
-    # Past the last token: what a model may say and its tokenizer does not know.
+    # Past the last token: ids that a model may return and its tokenizer does not know.
     ids = data.draw(st.lists(st.integers(0, coder.n_tokens + 1)))
     assert device.text(ids) == package.text(ids) == coder.text(ids)
     assert device.n_certain(ids) == package.n_certain(ids) == len(ids)
@@ -61,7 +61,7 @@ def test_a_part_of_a_target_is_split_as_targets_are(tmp_path: Path) -> None:
     assert device.encoded("L AH").ids.tolist() == coder.source_ids("L AH") == [6, 13, 3, 3]
 
 
-def test_a_text_that_no_utf_8_can_say_is_refused_without_the_package_too(tmp_path: Path) -> None:
+def test_a_text_that_is_not_valid_unicode_is_refused_without_the_package_too(tmp_path: Path) -> None:
     built_tokenizer(PAIRS, "characters").save(tmp_path / "tokenizer.json")
     device = tokenizer_from_file(tmp_path / "tokenizer.json")
     for refusing in (device.encoded, device.plain_ids):
@@ -137,7 +137,7 @@ def with_an_end(content: Content) -> None:
     "change",
     [with_another_id, with_special_tokens_elsewhere, with_lower_case, with_another_unknown_token, with_an_end],
 )
-def test_a_file_that_is_not_quite_of_our_kinds_is_read_by_the_package(
+def test_a_file_that_differs_from_our_kinds_is_read_by_the_package(
     change: Callable[[Content], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "tokenizer.json"
@@ -154,7 +154,7 @@ def test_a_file_that_is_not_quite_of_our_kinds_is_read_by_the_package(
 @pytest.mark.parametrize(
     "content", [b'{"version": "1.0", ', b"\xff\xfe{", b"[" * 100_000], ids=["cut", "bytes", "deep"]
 )
-def test_a_damaged_file_is_an_error_of_the_bundle_with_or_without_the_package(
+def test_a_damaged_file_is_a_bundle_error_with_or_without_the_package(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
@@ -163,7 +163,7 @@ def test_a_damaged_file_is_an_error_of_the_bundle_with_or_without_the_package(
         tokenizer_from_file(tmp_path / "tokenizer.json")
 
 
-def test_half_a_character_is_no_token(tmp_path: Path) -> None:
+def test_half_a_character_is_not_a_token(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     built_tokenizer([("a", "b")], "characters").save(path)
     path.write_text(path.read_text().replace('"a"', r'"\ud83d"'))
@@ -196,7 +196,7 @@ def test_a_model_takes_and_gives_text_without_the_package(
         events = list(model.stream("hello", short))
         assert "".join(event.text or "" for event in events) == result.text
         assert len([event for event in events if event.text]) > 3
-        # Inside of the text, and for symbols inside of tokens.
+        # Inside the text, and for symbols inside tokens.
         stop = result.text[5:8]
         [stopped] = model.generate(["hello"], replace(short, stop=[stop]))
         assert (stopped.finish, stopped.text) == ("stop", result.text[: result.text.index(stop)])
