@@ -54,7 +54,7 @@ def test_a_loaded_model_gives_the_references_tokens(preset: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["characters", "symbols"])
-def test_characters_that_the_tokenizer_does_not_know_are_told_once_a_call(
+def test_unknown_characters_are_logged_once_per_call(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Kind
 ) -> None:
     coder = built_tokenizer([("abc", "D")], kind)
@@ -65,9 +65,9 @@ def test_characters_that_the_tokenizer_does_not_know_are_told_once_a_call(
         model.generate(["aéb", "Xé", "abc"], SHORT)
         list(model.stream("\n", SHORT))
         model.generate(["0123456789KL"], SHORT)
-    said = "unknown characters are read as <unk>: "
+    beginning = "unknown characters are read as <unk>: "
     named = ["'é', 'X'", r"'\n'", "'0', '1', '2', '3', '4', '5', '6', '7', '8', '9' and 2 more"]
-    assert caplog.messages == [said + names for names in named]
+    assert caplog.messages == [beginning + names for names in named]
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
 
@@ -75,7 +75,7 @@ def test_characters_that_the_tokenizer_does_not_know_are_told_once_a_call(
 def test_many_threads_decode_at_once_and_each_gets_what_it_would_get_alone(preset: str) -> None:
     model = fatdeploy.load(bundle_of(preset).path, threads=1, spinning=False)
     sources, options = drawn_sources(48), DecodeOptions(max_new_tokens=24)
-    # Batches of one to three, so that threads compete for buffers of the same and of other shapes.
+    # Batches of one to three, so that threads compete for buffers of equal and of different shapes.
     batches = [sources[start : start + 1 + start % 3] for start in range(len(sources) - 2)]
     alone = [model.generate(batch, options) for batch in batches]
     assert len({result.tokens for batch in alone for result in batch}) > 40
@@ -109,7 +109,7 @@ def test_text_goes_in_and_comes_out(text_bundle: Bundle) -> None:
     assert model.generate([[9, 30, 12, 2], "w9 w30 w12"], SHORT) == [result, result]
 
 
-def test_what_the_tokenizers_file_says_of_truncation_and_padding_is_not_done(text_bundle: Bundle) -> None:
+def test_truncation_and_padding_settings_of_the_tokenizer_file_are_ignored(text_bundle: Bundle) -> None:
     saved = json.loads(text_bundle.file(TOKENIZER).read_text())
     assert saved["truncation"]["max_length"] == 6
     assert saved["padding"] is not None
@@ -135,7 +135,7 @@ def test_ids_need_no_tokenizers_package_and_text_says_what_to_install(
         model.generate(["w5"])
 
 
-def test_a_damaged_tokenizer_is_an_error_of_the_bundle(tmp_path: Path) -> None:
+def test_a_damaged_tokenizer_is_a_bundle_error(tmp_path: Path) -> None:
     bundle = bundle_with_text(tmp_path / "bundle")
     bundle.file(TOKENIZER).write_text("{}")
     write_manifest(bundle.path, bundle.manifest)
@@ -149,12 +149,12 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) 
         fatdeploy.load(bundle.path)
 
 
-def test_a_text_that_no_utf_8_can_say_is_refused(text_bundle: Bundle) -> None:
+def test_a_text_that_is_not_valid_unicode_is_refused(text_bundle: Bundle) -> None:
     with pytest.raises(SpecMismatch, match=r"a text must be valid Unicode, found 'w5 \\udc80'"):
         fatdeploy.load(text_bundle.path).generate(["w5 \udc80"])
 
 
-def test_what_is_no_list_of_sources_is_refused(text_bundle: Bundle) -> None:
+def test_an_argument_that_is_not_a_list_of_sources_is_refused(text_bundle: Bundle) -> None:
     model = fatdeploy.load(text_bundle.path)
     with pytest.raises(ConfigError, match=r"takes a list of sources, found one text: pass \[text\]"):
         model.generate("w5 w6")
@@ -175,14 +175,14 @@ def test_text_for_a_bundle_without_a_tokenizer_is_refused() -> None:
         fatdeploy.load(bundle_of(TINY).path).generate(["w5"])
 
 
-def test_a_closed_model_says_so() -> None:
+def test_a_closed_model_refuses_to_decode() -> None:
     with fatdeploy.load(bundle_of(TINY).path) as model:
         pass
     with pytest.raises(ConfigError, match="closed: load the bundle again"):
         model.generate([[5]])
 
 
-def test_hashes_are_checked_unless_that_is_not_wanted(tmp_path: Path) -> None:
+def test_hashes_are_checked_by_default(tmp_path: Path) -> None:
     shutil.copytree(bundle_of(TINY).path, tmp_path / "bundle")
     certificate = tmp_path / "bundle" / "parity.json"
     certificate.write_bytes(certificate.read_bytes().replace(b'"', b"'", 1))
@@ -200,15 +200,15 @@ def test_hashes_are_checked_unless_that_is_not_wanted(tmp_path: Path) -> None:
         (None, False),
     ],
 )
-def test_an_onnxruntime_that_the_bundle_was_not_verified_with_is_told(
+def test_an_onnxruntime_that_the_bundle_was_not_verified_with_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, verified: tuple[str, str] | None, warns: bool
 ) -> None:
     shutil.copytree(bundle_of(TINY).path, tmp_path / "bundle")
     write_manifest(tmp_path / "bundle", replace(bundle_of(TINY).manifest, onnxruntime=verified))
     fatdeploy.load(tmp_path / "bundle")
-    said = f"this is {onnxruntime.__version__}: fatdeploy verify {tmp_path / 'bundle'}"
+    ending = f"this is {onnxruntime.__version__}: fatdeploy verify {tmp_path / 'bundle'}"
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * warns
-    assert all(message.endswith(said) for message in caplog.messages)
+    assert all(message.endswith(ending) for message in caplog.messages)
 
 
 def test_an_export_records_the_onnxruntime_that_it_was_verified_with() -> None:
@@ -224,8 +224,8 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 import fatdeploy
 with fatdeploy.load(sys.argv[1]) as model:
-    found = model.generate(json.loads(sys.argv[2]), fatdeploy.DecodeOptions(max_new_tokens=12))
-print(json.dumps([one.tokens for one in found]))
+    results = model.generate(json.loads(sys.argv[2]), fatdeploy.DecodeOptions(max_new_tokens=12))
+print(json.dumps([result.tokens for result in results]))
 """
 
 

@@ -1,4 +1,4 @@
-"""``fatdeploy bench``: what is measured, with which fidelity, and what is refused. No time is asserted."""
+"""``fatdeploy bench``: what it measures, the fidelity it shows, and what it refuses. No time is asserted."""
 
 import json
 import re
@@ -77,7 +77,7 @@ def test_each_setting_has_a_row_with_the_samples_of_every_phase(run: dict[str, A
         (3, 4, 12),
     ]
     for row in rows:
-        # Five repetitions in four processes; the first of four steps counts apart.
+        # Five repetitions in four processes; the first of four steps is counted separately.
         counts = {name: phase["n"] for name, phase in row["phases"].items()}
         assert counts == {"load": 4, "encode": 5, "first_token": 5, "per_token": 15, "end_to_end": 5}
         assert all(
@@ -121,7 +121,7 @@ def test_parallel_models_have_only_load_encode_and_end_to_end(run: dict[str, Any
     assert run["result"].stderr == f"WARNING {note}\n"
 
 
-def test_the_report_says_where_and_with_what_it_was_made(run: dict[str, Any]) -> None:
+def test_the_report_records_machine_versions_and_settings(run: dict[str, Any]) -> None:
     report = run["report"]
     assert report["machine"] == json.loads(json.dumps(this_machine().as_dict()))
     assert report["versions"]["fatdeploy"] == VERSION
@@ -241,7 +241,7 @@ def test_wrong_values_are_refused_with_the_options_name(arguments: list[str], re
     assert reason in result.stderr
 
 
-def test_what_a_bundle_cannot_do_is_refused_all_at_once_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_impossible_settings_are_refused_together_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_processes, "measured_in_process", None)
     sizes = ("--source", "257", "--target", "300", "--beams", "2,33")
     result = bench(bundle_of(TINY).path, bundle_of(NAT).path, *sizes)
@@ -328,7 +328,7 @@ def quantized_with(folder: Path, other_tokens: int, **gate: object) -> Bundle:
 
 def test_the_share_of_a_quantized_bundle_is_next_to_the_certified_share(tmp_path: Path) -> None:
     recorded = json.loads(quantized_of(TINY, "int8").file(PARITY).read_text())["gate"]["agreement"]
-    # As on another CPU: one token more than here.
+    # As on another CPU: one more token than here.
     certified = (recorded["same_tokens"] + 1) / recorded["tokens"]
     other = quantized_with(tmp_path / "int8", 0, agreement={**recorded, "same_tokens": recorded["same_tokens"] + 1})
     result = bench(other.path, *QUICK, "--json", tmp_path / "out.json", "--html", tmp_path / "out.html")
@@ -502,7 +502,7 @@ def test_a_step_reads_the_weights_of_the_decoder_but_not_what_it_looks_up(preset
 
 
 @pytest.mark.parametrize("damage", [b"\x3a\x7f", b"\x3f", b"\x3a"])
-def test_a_damaged_graph_is_an_error_of_the_bundle(tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_graph_is_a_bundle_error(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / DECODER).write_bytes(damage)
     with pytest.raises(BundleError, match=r"cannot read .*decoder\.onnx"):
         bytes_a_step_reads(tmp_path / DECODER)

@@ -1,4 +1,4 @@
-"""``fatdeploy bench`` for GPU targets on a counting device: facts are read or absent, and the check comes first."""
+"""``fatdeploy bench`` for GPU targets on a counting device: facts are read or absent, tokens checked before timing."""
 
 import os
 from dataclasses import replace
@@ -33,7 +33,7 @@ FACTS = Gpus("NVIDIA RTX A2000", "12.8", records_from_csv(LINE), None)
 
 
 class Ticking:
-    """A device clock on which every step takes twice as long as the last."""
+    """A device clock on which every step takes twice as long as the one before."""
 
     def __init__(self) -> None:
         self.marks = 0

@@ -1,4 +1,4 @@
-"""The two ways in which beams can share caches: neither is timed unless both give the same numbers."""
+"""Two ways to share caches between beams: neither is timed unless both give the same numbers."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The benchmarks: CTranslate2 is given the same model, and a run writes what the docs read. No time is judged."""
+"""The benchmarks: CTranslate2 gets the same model, and a run writes what the docs read. No time is asserted."""
 
 import re
 from pathlib import Path
@@ -76,7 +76,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_of("benchmarks.greedy.run", f"{presets} {parts} {sizes}", bundles, folder)
 
 
-def test_a_run_says_what_was_measured_and_where(result: dict[str, Any]) -> None:
+def test_a_run_records_what_was_measured_and_where(result: dict[str, Any]) -> None:
     assert {"machine", "versions", "commit", "date", "tokens_checked"} <= result.keys()
     assert {"onnxruntime", "ctranslate2", "torch"} <= result["versions"].keys()
     assert result["bundles"]["transformer-tiny"]["digest"] == bundle_of("transformer-tiny").digest
@@ -86,7 +86,7 @@ def test_a_run_says_what_was_measured_and_where(result: dict[str, Any]) -> None:
     assert sum(row["best_ctranslate2"] for row in result["results"]) == 1
 
 
-def test_a_run_tells_phases_apart_where_the_engine_does(result: dict[str, Any]) -> None:
+def test_a_run_separates_phases_where_the_engine_does(result: dict[str, Any]) -> None:
     ours, peer, _, reference = (set(row["phases"]) for row in result["results"])
     common = {"end_to_end", "encode_and_first_token", "per_token_by_difference", "encode_by_difference"}
     shown = {"encode", "first_token", "per_token"}
@@ -151,7 +151,7 @@ def test_a_shortlist_is_compared_with_the_whole_vocabulary(beams: dict[str, Any]
     assert listed["ratio_to_full"]["per_token_by_difference"]["min"] == step[1] / step[0]
 
 
-def test_the_docs_tell_beams_memory_and_shortlists(beams: dict[str, Any]) -> None:
+def test_the_docs_show_beams_memory_and_shortlists(beams: dict[str, Any]) -> None:
     lines = beams_table(beams).splitlines()
     assert [line.split(" | ")[1].split(",")[0] for line in lines[2:4]] == ["fatdeploy", "CTranslate2"]
     assert " | 1.00 / 1.00 | " in lines[3]

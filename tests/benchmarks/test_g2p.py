@@ -18,7 +18,7 @@ RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "g2p.json"
 
 @pytest.fixture
 def exports(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Return the source and precision of each export, none of which is really made."""
+    """Return the source and precision of each export, without running any."""
     requests: list[tuple[str, str]] = []
 
     def run(command: list[Any], *, check: bool) -> None:
@@ -31,10 +31,10 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return requests
 
 
-def test_a_bundle_is_used_again_for_the_same_weights_alone(
+def test_a_bundle_is_reused_only_for_the_same_weights(
     tmp_path: Path, exports: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A checkpoint of the user's own, in a folder with the bundled model's name.
+    # A user's own checkpoint, in a folder with the bundled model's name.
     other = Path(shutil.copytree(CHECKPOINT, tmp_path / "mine" / NAME))
     folders = [g2p.exported(NAME, NAME, precision, tmp_path) for precision in ("fp32", "int8", "fp32")]
     assert folders[0] == folders[2] != folders[1]
@@ -89,10 +89,10 @@ def test_targets_are_those_of_the_rows() -> None:
 
 def test_the_readme_says_of_each_target_whether_it_is_met() -> None:
     result = json.loads(RESULT.read_text())
-    held = targets(result["results"])
+    verdicts = targets(result["results"])
     lines = g2p_lines(result).splitlines()
-    start = lines.index(f"| {sum(one['met'] for one in held)} of 8 targets are met | |")
-    for one, line in zip(held, lines[start + 2 :], strict=False):
-        verdict = "met" if one["met"] else "NOT MET"
-        assert line.startswith(f"| {one['target']} | {one['found']:.2f}, {verdict}: at ")
-    assert lines[start + 2 + len(held)] == ""
+    start = lines.index(f"| {sum(target['met'] for target in verdicts)} of 8 targets are met | |")
+    for target, line in zip(verdicts, lines[start + 2 :], strict=False):
+        verdict = "met" if target["met"] else "NOT MET"
+        assert line.startswith(f"| {target['target']} | {target['found']:.2f}, {verdict}: at ")
+    assert lines[start + 2 + len(verdicts)] == ""

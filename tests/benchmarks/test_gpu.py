@@ -1,4 +1,4 @@
-"""The acceptance run on a GPU: one report, whole or not at all, and a clear end where there is no GPU."""
+"""The acceptance run on a GPU: one complete report or none, and a clear message where there is no GPU."""
 
 import json
 import os
@@ -50,7 +50,7 @@ class Pretending:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretend that there is a GPU, with onnxruntime-gpu and TensorRT-RTX and without TensorRT."""
+    """Pretend that there is a GPU with onnxruntime-gpu and TensorRT-RTX but without TensorRT."""
     device = Cuda("12.8", (CudaDevice(0, "NVIDIA T4", (7, 5), 16 << 30),))
     missing = {"ort-cuda": (), "tensorrt": ("tensorrt",), "tensorrt-rtx": ()}
     targets = tuple(Ability(target, "run", names) for target, names in missing.items())
@@ -61,13 +61,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @without_gpu
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
-def test_make_ends_at_once_with_our_line_where_there_is_no_gpu(tmp_path: Path) -> None:
+def test_make_stops_at_once_with_one_line_where_there_is_no_gpu(tmp_path: Path) -> None:
     for name in ("Makefile", "benchmarks", "runtimes"):
         (tmp_path / name).symlink_to(ROOT / name)
     ran = subprocess.run(
         ["make", "test-gpu", f"PYTHON={sys.executable}"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    # make prints the exit code of the command, 1; its own is then always 2.
+    # make prints the command's exit code, 1, and itself always exits with 2.
     assert ran.stderr.splitlines()[0].startswith(f"error: {ABSENT}")
     assert ran.stderr.splitlines()[1].endswith("Error 1")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["Makefile", "benchmarks", "runtimes"]
@@ -120,7 +120,7 @@ def test_the_report_has_machine_versions_tests_and_a_bench_of_each_target_that_c
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("failing", "command"), [("export", "export"), ("bench", "bench")])
-def test_what_fails_is_in_the_report_and_the_run_has_not_passed(failing: str, command: str, tmp_path: Path) -> None:
+def test_a_failure_is_in_the_report_and_fails_the_run(failing: str, command: str, tmp_path: Path) -> None:
     report = accepted(tmp_path, Pretending(failing))
     assert report["passed"] is False
     failed = [row["failed"] for row in report["measured"] if row.get("failed")]
@@ -146,7 +146,7 @@ def test_a_test_that_fails_and_tests_that_are_all_skipped_are_not_passed(tmp_pat
 
 @without_gpu
 def test_the_tests_that_need_a_gpu_are_run_and_here_skipped_with_a_reason(tmp_path: Path) -> None:
-    # Only those of one file that needs no torch: collecting all tests takes long.
+    # Only the tests of one file that needs no torch: collecting all of them is slow.
     report = gpu_tests(
         tmp_path, lambda command: gpu_acceptance.run([*command, "--noconftest", "tests/doctor/test_doctor.py"])
     )
@@ -172,7 +172,7 @@ def test_the_command_writes_one_file_and_its_exit_code_says_whether_all_passed(
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="the superuser may write anywhere")
-def test_a_report_that_cannot_be_written_is_an_error_of_ours(tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_written_is_a_fatdeploy_error(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="cannot write"):
         write_report({"any": Any.__name__}, tmp_path / "report.json")

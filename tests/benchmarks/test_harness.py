@@ -1,4 +1,4 @@
-"""The harness of all benchmarks: it depends on none of them, and summaries and rounds are what results are made of."""
+"""The harness of all benchmarks: it depends on none of them; results consist of summaries and rounds."""
 
 import ast
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""One model under load: a small version of what ``benchmarks.load.run`` does, without its judgement of memory."""
+"""One model under load: a small version of ``benchmarks.load.run``, without its check of memory."""
 
 import threading
 
@@ -20,7 +20,7 @@ SIZES = LoadSizes(requests=120, threads=8)
 def test_a_model_under_load_is_right_and_leaves_nothing_behind(preset: str) -> None:
     result = loaded(bundle_of(preset), SIZES)
     assert result["failures"] == []
-    # Other tests of this process also change its memory.
+    # Other tests in this process also change its memory.
     assert {name for name, holds in result["conditions"].items() if not holds} <= {"memory_is_flat"}
     assert 0 < result["cancelled"] < 120
     assert 1 < result["most_states_held"] <= 8

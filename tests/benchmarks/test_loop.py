@@ -1,4 +1,4 @@
-"""The decode loop over an engine that costs nothing: what its steps allocate, and how that is judged. No time is."""
+"""The decode loop over an engine that costs nothing: what steps allocate and how it is judged. No time is asserted."""
 
 import json
 from dataclasses import replace

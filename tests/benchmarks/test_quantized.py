@@ -1,4 +1,4 @@
-"""The benchmark of quantized bundles: every peer has the same model, agreement is counted, targets are judged right."""
+"""The benchmark of quantized bundles: every peer has the same model, agreement is counted, targets are judged."""
 
 import re
 import shutil
@@ -73,16 +73,16 @@ def test_growing_caches_give_the_references_tokens(plain: Path, probe: Probe, ro
 
 
 def test_growing_caches_follow_known_tokens(plain: Path, probe: Probe) -> None:
-    known = known_targets(probe)
-    tokens = Stepping(GrowingCaches(plain, threads=1), probe).following(known)
-    assert np.array_equal(tokens, chosen_by_the_reference(probe, known))
+    target_tokens = known_targets(probe)
+    tokens = Stepping(GrowingCaches(plain, threads=1), probe).following(target_tokens)
+    assert np.array_equal(tokens, chosen_by_the_reference(probe, target_tokens))
 
 
 def test_ctranslate2_follows_known_tokens(tmp_path: Path, probe: Probe) -> None:
     write_ctranslate2_model(model_of(TINY), tmp_path / "float32")
-    known = known_targets(probe)
-    tokens = Translating(tmp_path / "float32", probe, threads=1).following(known)
-    assert np.array_equal(tokens, chosen_by_the_reference(probe, known))
+    target_tokens = known_targets(probe)
+    tokens = Translating(tmp_path / "float32", probe, threads=1).following(target_tokens)
+    assert np.array_equal(tokens, chosen_by_the_reference(probe, target_tokens))
 
 
 def test_quantizing_for_ctranslate2_leaves_the_reference_as_it_was(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def turn_of(precision: str) -> QuantizedTurn:
     return QuantizedTurn(part="greedy", preset=TINY, engine="fatdeploy", precision=precision, batch=4, threads=1)
 
 
-def test_wrong_tokens_are_an_error_of_exact_engines_alone(probe: Probe) -> None:
+def test_wrong_tokens_are_an_error_only_for_exact_engines(probe: Probe) -> None:
     wrong = FixedDecoder(known_targets(probe))
     assert checked(turn_of("int8"), wrong, probe, STEPS)[0] == {"end_to_end": 1.0}
     with pytest.raises(SystemExit, match="the tokens differ from the reference's: no time was recorded"):
@@ -153,7 +153,7 @@ def test_ctranslate2_has_one_worker_of_all_threads_or_all_workers_of_one() -> No
 
 
 def row_of(engine: str, precision: str, step: float, **rest: Any) -> dict[str, Any]:
-    """Return a row of a result as far as targets read it."""
+    """Return the part of a result row that targets read."""
     ms = {STEP: step, "end_to_end": 70 * step, "load": 400.0}
     return {
         "engine": engine,
@@ -211,7 +211,7 @@ def test_a_target_with_a_side_that_was_not_measured_is_neither_met_nor_missed() 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory, plain: Path) -> dict[str, Any]:
-    """Return a tiny run; what is called int8 is the fp32 bundle under another name."""
+    """Return a tiny run whose "int8" bundle is the fp32 bundle under another name."""
     folder = tmp_path_factory.mktemp("quantized")
     shutil.copytree(plain, ModelCache(folder, TINY).model("plain"))
     int8 = ModelCache(folder, TINY).model("fatdeploy", "int8")
@@ -264,12 +264,12 @@ def test_the_readme_shows_each_engine_in_its_best_setting_and_what_is_missed(res
     ]
     assert " | 1.00 | " in lines[4]
     assert lines[6].endswith(" | 100.0% | – |")
-    verdicts = {one["target"]: one for one in result["targets"] if one.get("batch", 2) == 2}
+    verdicts = {verdict["target"]: verdict for verdict in result["targets"] if verdict.get("batch", 2) == 2}
     table = {line.split(" | ")[0].removeprefix("| "): line for line in lines[10:]}
     assert f" of {len(result['targets'])} targets are met | " in lines[8]
-    for name, one in verdicts.items():
-        said = "not measured" if one["met"] is None else "met: " if one["met"] else "NOT MET: "
-        assert said in table[name], name
+    for name, verdict in verdicts.items():
+        word = "not measured" if verdict["met"] is None else "met: " if verdict["met"] else "NOT MET: "
+        assert word in table[name], name
     assert "ctranslate2 4." in lines[-1]
 
 
@@ -278,7 +278,7 @@ def test_a_run_shows_where_a_step_goes_and_what_it_reads(result: dict[str, Any])
     assert (profile["precision"], profile["batch"], profile["threads"]) == ("int8", 2, 1)
     assert profile["ops"]["MultiHeadAttention"]["calls"] == 4
     assert profile["between_ms"] + sum(op["ms"] for op in profile["ops"].values()) == pytest.approx(profile["ms"])
-    # Two layers of keys and values in float32, of 6 tokens of the source and half of 5 steps, for 2 rows.
+    # Float32 keys and values of two layers, for 6 source tokens and half of 5 steps, in 2 rows.
     assert profile["cache_bytes"] == 2 * 2 * 2 * (6 + 2) * 32 * 4
     assert 0 < profile["weight_bytes"] < rows_bytes(result)
     assert profile["bytes_a_second"] > 1e8

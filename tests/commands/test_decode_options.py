@@ -63,14 +63,14 @@ def expected(**values: object) -> list[Hypothesis]:
     ],
     ids=str,
 )
-def test_an_option_is_the_one_of_the_same_name(arguments: str, values: dict) -> None:
-    given = arguments.split("|") if "|" in arguments else arguments.split()
-    result = run(bundle_of(TINY), "--ids", *given, *map(line, SOURCES))
+def test_a_command_line_option_sets_the_decode_option_of_the_same_name(arguments: str, values: dict) -> None:
+    options = arguments.split("|") if "|" in arguments else arguments.split()
+    result = run(bundle_of(TINY), "--ids", *options, *map(line, SOURCES))
     assert result.stdout.splitlines() == [line(hypothesis.tokens) for hypothesis in expected(**values)], result.output
     assert expected(**values) != expected()
 
 
-def test_what_may_not_be_said_is_not_said(tmp_path: Path) -> None:
+def test_forbidden_tokens_never_appear(tmp_path: Path) -> None:
     plain = [token for hypothesis in expected() for token in hypothesis.tokens]
     first, pair = plain[0], line(plain[1:3])
     values = {"suppress_tokens": [first], "bad_words": [plain[1:3]], "stop": [plain[5:6]]}
@@ -85,25 +85,33 @@ def test_what_may_not_be_said_is_not_said(tmp_path: Path) -> None:
     assert result.stdout.splitlines() == [line(hypothesis.tokens) for hypothesis in expected(shortlist=range(20, 40))]
 
 
-def test_several_targets_have_a_line_each_with_the_number_of_the_source_and_the_score() -> None:
+def test_several_targets_are_one_line_each_with_source_number_and_score() -> None:
     result = run(bundle_of(TINY), "--ids", "--beams", "3", "--n-best", "2", "--scores", *map(line, SOURCES))
-    results = [one for best in expected(num_beams=3, num_return_sequences=2) for one in (best, *best.alternatives)]
-    columns = [one.split("\t") for one in result.stdout.splitlines()]
-    assert [(number, tokens) for number, _, tokens in columns] == [
-        (str(index // 2), line(one.tokens)) for index, one in enumerate(results)
+    results = [
+        hypothesis
+        for best in expected(num_beams=3, num_return_sequences=2)
+        for hypothesis in (best, *best.alternatives)
     ]
-    assert [float(score) for _, score, _ in columns] == pytest.approx([one.score for one in results], abs=2e-4)
+    columns = [row.split("\t") for row in result.stdout.splitlines()]
+    assert [(number, tokens) for number, _, tokens in columns] == [
+        (str(index // 2), line(hypothesis.tokens)) for index, hypothesis in enumerate(results)
+    ]
+    assert [float(score) for _, score, _ in columns] == pytest.approx(
+        [hypothesis.score for hypothesis in results], abs=2e-4
+    )
 
 
-def test_json_tells_scores_log_probabilities_and_alternatives(text_bundle: Bundle) -> None:
+def test_json_has_scores_log_probabilities_and_alternatives(text_bundle: Bundle) -> None:
     text = words(SOURCES[0])
     [value] = map(
         json.loads, run(text_bundle, "--json", "--scores", "--beams", "3", "--n-best", "3", text).stdout.splitlines()
     )
     assert set(value) == {"source", "tokens", "text", "finish", "dropped", "score", "log_probs", "alternatives"}
     assert len(value["log_probs"]) == len(value["tokens"])
-    assert [words(one["tokens"]) for one in value["alternatives"]] == [one["text"] for one in value["alternatives"]]
-    scores = [value["score"], *(one["score"] for one in value["alternatives"])]
+    assert [words(alternative["tokens"]) for alternative in value["alternatives"]] == [
+        alternative["text"] for alternative in value["alternatives"]
+    ]
+    scores = [value["score"], *(alternative["score"] for alternative in value["alternatives"])]
     assert scores == sorted(scores, reverse=True)
 
 
@@ -114,7 +122,7 @@ def test_a_stream_ends_up_as_the_same_line(text_bundle: Bundle) -> None:
     assert run(bundle_of(TINY), "--ids", "--stream", *ids).stdout == run(bundle_of(TINY), "--ids", *ids).stdout
 
 
-def test_a_stream_of_json_is_an_event_a_line(text_bundle: Bundle) -> None:
+def test_a_json_stream_has_one_event_per_line(text_bundle: Bundle) -> None:
     text = words(SOURCES[0])
     *events, last = map(json.loads, run(text_bundle, "--stream", "--json", text).stdout.splitlines())
     whole = json.loads(run(text_bundle, "--json", text).stdout)
@@ -127,7 +135,7 @@ def test_a_stream_of_json_is_an_event_a_line(text_bundle: Bundle) -> None:
 def test_a_prefix_and_a_stop_are_text_where_there_is_a_tokenizer(text_bundle: Bundle) -> None:
     text = words(SOURCES[0])
     plain = run(text_bundle, text).stdout
-    # Tokens repeat: a stop ends the target where it is said first.
+    # Tokens repeat: a stop ends the target where it first occurs.
     stop = " ".join(plain.split()[3:5])
     before = plain[: plain.index(stop)]
     assert run(text_bundle, "--stop", stop, text).stdout.split() == before.split() != []
@@ -163,14 +171,14 @@ def test_alignments_are_pairs_of_places_and_whole_in_json() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_had_is_one_line_and_exit_code_1(arguments: list[str], reason: str) -> None:
+def test_an_impossible_request_is_one_line_and_exit_code_1(arguments: list[str], reason: str) -> None:
     result = run(bundle_of(TINY), "--ids", *arguments, "9 30 12")
     assert (result.exit_code, result.stdout) == (1, "")
     assert reason in result.stderr
     assert result.stderr.count("\n") == 1
 
 
-def test_every_option_of_decoding_can_be_typed() -> None:
+def test_every_decode_option_is_on_the_command_line() -> None:
     names = {field.name for field in fields(DecodeOptions)}
     assert {*NOT_TYPED} == {"scores", "processors"} < names
     typed = {option.name: option for option in main.get_command(click.Context(main), "run").params}
@@ -180,7 +188,7 @@ def test_every_option_of_decoding_can_be_typed() -> None:
         assert typed[name].opts == list(spellings)
 
 
-def test_a_range_of_the_command_line_is_the_one_of_the_option() -> None:
+def test_command_line_ranges_match_the_decode_options() -> None:
     typed = {option.name: option for option in main.get_command(click.Context(main), "run").params}
     whole = ("max_new_tokens", "min_new_tokens", "num_beams", "num_return_sequences", "top_k", "seed")
     assert [typed[name].type.min for name in whole] == [1, 0, 1, 1, 0, 0]
@@ -199,21 +207,23 @@ def test_a_range_of_the_command_line_is_the_one_of_the_option() -> None:
 def test_a_parallel_model_tries_several_lengths() -> None:
     bundle, lengths = bundle_of("transformer-nat-tiny"), ["--length-candidates", "3", "--scores"]
     options = DecodeOptions(max_new_tokens=12, length_candidates=3, scores=True)
-    columns = [one.split("\t") for one in run(bundle, "--ids", *lengths, *map(line, SOURCES)).stdout.splitlines()]
+    columns = [row.split("\t") for row in run(bundle, "--ids", *lengths, *map(line, SOURCES)).stdout.splitlines()]
     results = decode(EagerEngine(model_of("transformer-nat-tiny")), SOURCES, options)
-    assert [tokens for _, tokens in columns] == [line(one.tokens) for one in results]
-    assert [float(score) for score, _ in columns] == pytest.approx([one.score for one in results], abs=2e-4)
+    assert [tokens for _, tokens in columns] == [line(hypothesis.tokens) for hypothesis in results]
+    assert [float(score) for score, _ in columns] == pytest.approx(
+        [hypothesis.score for hypothesis in results], abs=2e-4
+    )
 
 
 @pytest.mark.parametrize("way", [[], ["--stream"]], ids=str)
-def test_what_a_timeout_cuts_off_is_told(way: list[str]) -> None:
+def test_a_target_cut_off_by_a_timeout_is_reported(way: list[str]) -> None:
     result = run(bundle_of(TINY), "--ids", "--timeout", "1e-9", *way, *map(line, SOURCES))
     assert (result.exit_code, result.stdout) == (0, "\n\n\n")
     assert result.stderr == "WARNING 3 of 3 targets are incomplete: --timeout 1e-09 expired\n"
     assert run(bundle_of(TINY), "--ids", "--timeout", "600", *way, line(SOURCES[0])).stderr == ""
 
 
-def test_a_stream_is_the_same_line_whatever_ends_lines_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stream_prints_the_same_line_whatever_line_ends_it_contains(capsys: pytest.CaptureFixture[str]) -> None:
     pieces = ["a\r", "\nb", "\u2028", "c\n"]
     events = [Event((5,), piece) for piece in pieces]
     whole = Hypothesis((5, 5, 5, 5), "eos", "".join(pieces))

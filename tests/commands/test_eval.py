@@ -93,14 +93,14 @@ def test_bleu_and_chrf_are_those_of_the_reference(text_bundle: Bundle, tmp_path:
     values = report(evaluate(text_bundle, path, "--json"))
     references = [list(example.references) for example in examples_from_pairs(read_pairs(path))]
     assert [len(row) for row in references] == [1, 2, 1, 1]
-    # The examples come in the order in which their sources first stand in the file: as they are numbered.
+    # Examples are in the order of the first appearance of their sources in the file.
     for name, metric in {"bleu": bleu, "chrf": chrf}.items():
         expected = metric(reference_texts(), references)
         assert (values["metrics"][name], values["details"][name]) == expected
         assert 50 < expected.value < 100
 
 
-def test_people_see_two_digits_and_programs_all(text_bundle: Bundle, tmp_path: Path) -> None:
+def test_the_table_shows_two_digits(text_bundle: Bundle, tmp_path: Path) -> None:
     result = evaluate(text_bundle, known_pairs(tmp_path))
     lines = result.stdout.splitlines()
     assert [line.split()[0] for line in lines[:5]] == [
@@ -153,9 +153,9 @@ def test_the_length_penalty_reaches_the_decoder(text_bundle: Bundle, tmp_path: P
     assert "length_penalty" in result.stderr
 
 
-def test_what_is_ignored_is_removed_from_targets_and_references(text_bundle: Bundle, tmp_path: Path) -> None:
+def test_ignored_text_is_removed_from_targets_and_references(text_bundle: Bundle, tmp_path: Path) -> None:
     right = reference_texts()
-    # Digits apart, every word is a w: what remains to be wrong is how many there are.
+    # Without digits every word is a w: only the number of words can still be wrong.
     path = file_of(tmp_path, [f"{words(SOURCES[0])}\tw1 w2 w3 w4 w5", f"{words(SOURCES[1])}\t{right[1]}"])
     values = report(evaluate(text_bundle, path, "--json", "--ignore", "[0-9]"))
     assert (values["metrics"]["token_error_rate"], values["ignore"]) == (100 / 11, "[0-9]")
@@ -174,7 +174,7 @@ def test_an_invalid_regular_expression_is_a_usage_error(text_bundle: Bundle, tmp
 
 def test_a_limit_takes_the_first_sources_with_all_their_references(text_bundle: Bundle, tmp_path: Path) -> None:
     values = report(evaluate(text_bundle, known_pairs(tmp_path), "--json", "--limit", "2"))
-    # The second source's right reference stands below the third source.
+    # The second source's matching reference comes after the third source.
     assert (values["sources"], values["references"], values["metrics"]["exact_match"]) == (2, 3, 100.0)
 
 
@@ -287,7 +287,7 @@ def test_text_for_a_bundle_without_a_tokenizer_asks_for_ids(tmp_path: Path) -> N
         (["--ignore", "7"], "--ignore needs text"),
     ],
 )
-def test_what_needs_text_does_not_go_with_ids(tmp_path: Path, options: list[str], reason: str) -> None:
+def test_options_that_need_text_are_refused_with_ids(tmp_path: Path, options: list[str], reason: str) -> None:
     result = evaluate(bundle_of(TINY), file_of(tmp_path, ["5\t7"]), "--ids", *options)
     assert (result.exit_code, result.stdout) == (2, "")
     assert f"Error: --ids compares token ids, but {reason}: leave one out" in result.stderr

@@ -1,4 +1,4 @@
-"""``fatdeploy inspect``: what it says of a bundle is what the files hold."""
+"""``fatdeploy inspect``: what it shows is what the bundle's files contain."""
 
 import json
 import shutil
@@ -40,14 +40,14 @@ def graph_of(bundle: Bundle, part: str) -> onnx.GraphProto:
 
 
 def described(tensors: Any) -> list[dict[str, Any]]:
-    """Return inputs or outputs of a graph in the form in which they are shown."""
+    """Return inputs or outputs of a graph as the command shows them."""
     return [
         {
-            "name": one.name,
-            "dtype": helper.tensor_dtype_to_np_dtype(one.type.tensor_type.elem_type).name,
-            "shape": [dim.dim_param or dim.dim_value for dim in one.type.tensor_type.shape.dim],
+            "name": tensor.name,
+            "dtype": helper.tensor_dtype_to_np_dtype(tensor.type.tensor_type.elem_type).name,
+            "shape": [dim.dim_param or dim.dim_value for dim in tensor.type.tensor_type.shape.dim],
         }
-        for one in tensors
+        for tensor in tensors
     ]
 
 
@@ -61,8 +61,8 @@ def test_inputs_and_outputs_are_those_of_the_files(preset: str, dialect: Dialect
         assert graphs[part]["outputs"] == described(graph.output)
         section = lines[lines.index(part) :]
         for kind, tensors in (("in", graph.input), ("out", graph.output)):
-            for one in described(tensors):
-                assert f"{kind} {one['name']} {one['dtype']} [{', '.join(map(str, one['shape']))}]" in section
+            for tensor in described(tensors):
+                assert f"{kind} {tensor['name']} {tensor['dtype']} [{', '.join(map(str, tensor['shape']))}]" in section
 
 
 @every_bundle
@@ -70,7 +70,7 @@ def test_histograms_count_the_ops_of_the_files_branches_included(preset: str, di
     bundle = bundle_of(preset, dialect)
     lines, graphs = lines_of(bundle), shown(bundle)["graphs"]
     for part in (ENCODER, DECODER):
-        counts = Counter(node.op_type for one in graphs_of(graph_of(bundle, part)) for node in one.node)
+        counts = Counter(node.op_type for graph in graphs_of(graph_of(bundle, part)) for node in graph.node)
         assert graphs[part]["ops"]["simplified"] == counts
         assert sum(graphs[part]["ops"]["traced"].values()) > counts.total()
         [line] = [line for line in lines[lines.index(part) :] if line.startswith("simplified: ")][:1]
@@ -82,29 +82,32 @@ def test_histograms_count_the_ops_of_the_files_branches_included(preset: str, di
 @every_bundle
 def test_the_weights_of_the_parts_are_all_that_the_files_hold(preset: str, dialect: Dialect) -> None:
     bundle = bundle_of(preset, dialect)
-    found = shown(bundle)
-    groups = found["weights"].values()
+    report = shown(bundle)
+    groups = report["weights"].values()
     tensors = [
-        one for part in (ENCODER, DECODER) for graph in graphs_of(graph_of(bundle, part)) for one in graph.initializer
+        tensor
+        for part in (ENCODER, DECODER)
+        for graph in graphs_of(graph_of(bundle, part))
+        for tensor in graph.initializer
     ]
-    stored = [(one, {entry.key: entry.value for entry in one.external_data}) for one in tensors]
+    stored = [(tensor, {entry.key: entry.value for entry in tensor.external_data}) for tensor in tensors]
     everything = {place["offset"]: int(place["length"]) for _, place in stored if place}
-    floats = [(one, place) for one, place in stored if one.data_type == TensorProto.FLOAT and one.dims]
+    floats = [(tensor, place) for tensor, place in stored if tensor.data_type == TensorProto.FLOAT and tensor.dims]
     places = {place["offset"]: int(place["length"]) for _, place in floats if place}
-    inside = {one.raw_data for one, place in floats if not place}
+    inside = {tensor.raw_data for tensor, place in floats if not place}
     assert sum(group["tensors"] for group in groups) == len(places) + len(inside)
     assert sum(group["bytes"] for group in groups) == sum(places.values()) + sum(map(len, inside))
-    assert found["parameters"] == sum(group["parameters"] for group in groups)
-    assert sum(group["bytes"] for group in groups) == 4 * found["parameters"]
+    assert report["parameters"] == sum(group["parameters"] for group in groups)
+    assert sum(group["bytes"] for group in groups) == 4 * report["parameters"]
     # The file holds the large ones and, before each, less than 64 bytes of alignment.
     assert 0 <= bundle.file(WEIGHTS).stat().st_size - sum(everything.values()) < 64 * len(everything)
 
 
-def test_parts_are_the_modules_of_the_model_whose_layers_are_one_part() -> None:
-    found = shown(bundle_of("transformer-tiny"))
-    attention = found["weights"]["decoder.layers.*.attention.qkv"]
+def test_parts_are_the_models_modules_with_all_layers_as_one_part() -> None:
+    report = shown(bundle_of("transformer-tiny"))
+    attention = report["weights"]["decoder.layers.*.attention.qkv"]
     assert attention == {"tensors": 4, "parameters": 2 * (32 * 96 + 96), "bytes": 8 * (32 * 96 + 96)}
-    embedding = found["weights"]["source_embedding"]
+    embedding = report["weights"]["source_embedding"]
     assert embedding == {"tensors": 1, "parameters": 64 * 32, "bytes": 64 * 32 * 4}
     line = next(
         line for line in lines_of(bundle_of("transformer-tiny")) if line.startswith("decoder.layers.*.attention.q")
@@ -113,14 +116,14 @@ def test_parts_are_the_modules_of_the_model_whose_layers_are_one_part() -> None:
 
 
 @every_bundle
-def test_origin_and_proof_are_told(preset: str, dialect: Dialect) -> None:
+def test_origin_and_proof_are_shown(preset: str, dialect: Dialect) -> None:
     bundle = bundle_of(preset, dialect)
-    found, lines = shown(bundle), lines_of(bundle)
+    report, lines = shown(bundle), lines_of(bundle)
     certificate = json.loads(bundle.file(PARITY).read_text())
-    assert found["certificate"] == certificate
-    assert found["source"] == {"name": preset, "sha256": bundle.manifest.source.sha256, "licence": None}
-    assert (found["digest"], found["bytes"]) == (bundle.digest, bundle.total_bytes)
-    assert found["versions"]["onnx"] == onnx.__version__
+    assert report["certificate"] == certificate
+    assert report["source"] == {"name": preset, "sha256": bundle.manifest.source.sha256, "licence": None}
+    assert (report["digest"], report["bytes"]) == (bundle.digest, bundle.total_bytes)
+    assert report["versions"]["onnx"] == onnx.__version__
     target = {"ort": "ort-cpu", "standard": "onnx"}[dialect]
     machine = certificate["machine"]["cpu"] or "an unknown CPU"
     for line in (
@@ -155,7 +158,7 @@ def test_a_damaged_bundle_is_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"parity": 3}'])
-def test_a_certificate_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
+def test_a_file_that_is_not_a_certificate_is_refused(tmp_path: Path, content: str) -> None:
     shutil.copytree(bundle_of("fat-tiny").path, tmp_path / "bundle")
     (tmp_path / "bundle" / PARITY).write_text(content)
     write_manifest(tmp_path / "bundle", bundle_of("fat-tiny").manifest)

@@ -94,7 +94,7 @@ def test_a_source_that_is_too_long_is_an_error_or_cut_with_truncate() -> None:
 def test_a_line_that_cannot_be_read_is_named_by_its_number(line: bytes, reason: str) -> None:
     result = run(bundle_of(TINY), "--ids", "--batch-size", "2", stdin=b"9 30 12\n40 41\n20\n" + line + b"\n5\n")
     assert (result.exit_code, result.stderr) == (1, f"Error: line 4: {reason}\n")
-    # What came before it in whole batches is there.
+    # The complete batches before it are printed.
     assert result.stdout.splitlines() == lines(expected_tokens(SOURCES[:2]))
 
 
@@ -118,7 +118,7 @@ def test_engine_options_reach_the_engine() -> None:
         assert CliRunner().invoke(main, [*command, "--threads", "1", "--no-spinning"]).exit_code == 0
 
 
-def test_a_batch_is_handed_on_before_the_next_is_read() -> None:
+def test_a_batch_is_yielded_before_the_next_is_read() -> None:
     read: list[int] = []
 
     def source() -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""Bundles: what is written comes back, and whatever is damaged is one clear error before anything else reads it."""
+"""Bundles: they are read back as written, and any damage is one clear error before anything else reads it."""
 
 import contextlib
 import copy
@@ -63,7 +63,7 @@ def values_of(folder: Path) -> dict[str, Any]:
 
 
 def sealed(folder: Path, values: dict[str, Any]) -> None:
-    """Write an edited manifest with the digest that fits it: only the check of its content is left to refuse it."""
+    """Write an edited manifest with a matching digest, so that only the check of its content can refuse it."""
     (folder / MANIFEST).write_text(json.dumps({**values, "digest": digest_of(values)}))
 
 
@@ -80,7 +80,7 @@ def refusal(folder: Path, **options: bool) -> str:
 # What is written comes back.
 
 
-def test_a_bundle_comes_back_with_everything_that_was_said_of_it(folder: Path) -> None:
+def test_a_bundle_comes_back_with_its_whole_manifest(folder: Path) -> None:
     bundle = read_bundle(folder)
     assert replace(bundle.manifest, files={}) == PLAIN
     assert bundle.spec == SPEC
@@ -134,7 +134,7 @@ def test_a_bundle_is_found_through_a_link_to_its_folder(folder: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("value", [float("nan"), object(), {1, 2}])
-def test_a_setting_that_is_no_json_is_refused_before_the_old_manifest_is_touched(folder: Path, value: object) -> None:
+def test_a_setting_that_is_not_json_is_refused_before_the_old_manifest_is_touched(folder: Path, value: object) -> None:
     before = (folder / MANIFEST).read_bytes()
     with pytest.raises(BundleError, match=r"manifest\.json cannot be written as JSON: .*JSON"):
         write_manifest(folder, replace(PLAIN, settings={"top_k": value}))
@@ -162,7 +162,7 @@ def test_a_link_or_a_pipe_is_not_written_into_a_bundle(folder: Path, make: Calla
 # What cannot be read: the folder and the manifest.
 
 
-def test_a_folder_that_is_not_there_or_not_a_folder_or_not_a_bundle_is_told_apart(tmp_path: Path) -> None:
+def test_missing_folders_files_and_folders_without_a_bundle_have_different_errors(tmp_path: Path) -> None:
     advice = "A bundle is a folder with a manifest.json; write one: fatdeploy export SOURCE --out DIR"
     (tmp_path / "file").write_text("x")
     (tmp_path / "circle").symlink_to("circle")
@@ -175,7 +175,7 @@ def test_a_folder_that_is_not_there_or_not_a_folder_or_not_a_bundle_is_told_apar
     ):
         message = refusal(tmp_path / name)
         assert reason in message
-        # Whatever this folder is, its owner is not told to replace it by force.
+        # Never advise replacing an unknown folder by force.
         assert message.endswith(advice)
 
 
@@ -202,13 +202,13 @@ def test_a_path_with_a_nul_is_refused() -> None:
     ],
     ids=lambda value: repr(value[:20]),
 )
-def test_a_manifest_that_is_no_json_object_says_so(folder: Path, text: bytes, reason: str) -> None:
+def test_a_manifest_that_is_not_a_json_object_is_refused(folder: Path, text: bytes, reason: str) -> None:
     (folder / MANIFEST).write_bytes(text)
     assert reason in refusal(folder)
 
 
 @pytest.mark.parametrize("form", [None, 1, "1.0", [1], [1, 0, 0], [True, 0], [1.0, 0], [1, -1], {}, [[1], 0]])
-def test_a_format_that_is_no_pair_of_numbers_is_refused(folder: Path, form: object) -> None:
+def test_a_format_that_is_not_a_pair_of_numbers_is_refused(folder: Path, form: object) -> None:
     sealed(folder, {**values_of(folder), "format": form})
     assert "manifest.json: format: expected [1, 3], found " in refusal(folder)
 
@@ -224,7 +224,7 @@ def test_a_newer_major_is_refused_with_the_version_to_install_whatever_else_it_s
         assert "needs a newer fatdeploy" in refusal(folder)
 
 
-def test_an_unknown_older_major_is_refused_and_to_be_exported_again(folder: Path) -> None:
+def test_an_unknown_older_major_is_refused_with_advice_to_export_again(folder: Path) -> None:
     sealed(folder, {**values_of(folder), "format": [0, 9]})
     message = refusal(folder)
     assert "format: expected 1.x, found 0.9" in message
@@ -250,7 +250,7 @@ def test_a_new_key_needs_a_newer_minor(folder: Path) -> None:
     assert "manifest.json: invented: unknown" in refusal(folder)
 
 
-def test_an_older_minor_may_lack_what_has_a_default_today(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_minor_may_lack_fields_that_have_a_default(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = values_of(folder)
     del values["histograms"], values["spec"]["decoding"]
     sealed(folder, values)
@@ -264,7 +264,7 @@ def test_an_older_minor_may_lack_what_has_a_default_today(folder: Path, monkeypa
     assert "manifest.json: opset: missing" in refusal(folder)
 
 
-def test_all_that_is_wrong_with_a_manifest_is_said_at_once(folder: Path) -> None:
+def test_all_problems_of_a_manifest_are_reported_at_once(folder: Path) -> None:
     values = values_of(folder)
     del values["precision"]
     values |= {"target": "tpu", "opset": True, "onnxruntime": ["1.31"], "versions": {"torch": 2}}
@@ -403,7 +403,7 @@ def test_a_name_that_may_lead_out_of_the_folder_is_refused(folder: Path, name: s
     ],
     ids=lambda value: value[:20],
 )
-def test_a_name_that_is_no_file_of_the_folder_is_refused(folder: Path, name: str, reason: str) -> None:
+def test_a_name_that_is_not_a_file_in_the_folder_is_refused(folder: Path, name: str, reason: str) -> None:
     values = values_of(folder)
     values["files"][name] = values["files"]["weights.bin"]
     sealed(folder, values)
@@ -450,7 +450,7 @@ def test_a_file_that_may_not_be_opened_is_named(folder: Path, monkeypatch: pytes
     assert "weights.bin: cannot be read: Permission denied" in refusal(folder)
 
 
-def test_a_file_that_is_not_listed_is_neither_opened_nor_given(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unlisted_file_is_neither_opened_nor_returned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(folder / "tokenizer.json")  # opening it would wait for ever
     opened = []
     whole = Path.open
@@ -505,7 +505,7 @@ def read_or_refused(folder: Path) -> Bundle | None:
 
 
 def check_survivor(folder: Path) -> None:
-    """Check that a bundle is either refused or as good as any: all it says is typed, and its files are checked."""
+    """Check that a bundle is either refused or valid: its manifest is typed, and its files are checked."""
     bundle = read_or_refused(folder)
     if bundle is None:
         return
@@ -532,7 +532,7 @@ def test_a_flipped_byte_or_a_lost_end_of_any_file_is_refused(folder: Path, data:
     finally:
         path.write_bytes(whole)
     if bundle is not None:
-        # Some bytes of a manifest say nothing: a blank for another, and the last newline.
+        # Some bytes of a manifest carry no meaning: the kind of a blank, and the last newline.
         assert path.name == MANIFEST
         assert json.loads(damaged) == json.loads(whole)
         assert bundle == untouched

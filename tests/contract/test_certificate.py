@@ -1,4 +1,4 @@
-"""The certificate: what is written comes back, what is damaged is one error, and bundles of every format load."""
+"""The certificate: it is read back as written, damage is one error, and bundles of every format load."""
 
 import json
 import shutil
@@ -70,7 +70,7 @@ def copied(tmp_path: Path) -> Bundle:
 
 
 def rewritten(bundle: Bundle, values: object) -> Bundle:
-    """Return the bundle with another certificate, its hashes right."""
+    """Return the bundle with another certificate and correct hashes."""
     (bundle.path / PARITY).write_text(values if isinstance(values, str) else json.dumps(values))
     return write_manifest(bundle.path, bundle.manifest)
 
@@ -117,7 +117,7 @@ def test_what_is_written_comes_back(copied: Bundle, certificate: Certificate) ->
     assert read_certificate(write_manifest(copied.path, copied.manifest)) == certificate
 
 
-def test_what_a_bundle_does_not_have_is_left_out() -> None:
+def test_absent_parts_of_a_certificate_are_left_out() -> None:
     plain = replace(FULL, gate=None, precision=None, checked_on=(), executed=None, own_graphs=None, cuda=None)
     assert set(plain.as_dict()) == {"engine", "parity", "probes_sha256", "versions", "machine", "agreement"}
     own = FULL.as_dict()["own_graphs"]
@@ -156,7 +156,7 @@ def test_a_damaged_certificate_is_one_error_with_every_reason(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "\x00", "3"])
-def test_a_file_that_is_no_certificate_is_an_error_of_the_bundle(copied: Bundle, text: str) -> None:
+def test_a_file_that_is_not_a_certificate_is_a_bundle_error(copied: Bundle, text: str) -> None:
     with pytest.raises(BundleError, match=r"parity\.json cannot be read: .*; export the bundle again"):
         read_certificate(rewritten(copied, text))
 
@@ -168,7 +168,7 @@ def test_a_later_minor_may_add_to_a_certificate(copied: Bundle) -> None:
     assert read_certificate(later).parity.tokens == 13 * 16
 
 
-def test_counts_that_cannot_be_are_refused(copied: Bundle) -> None:
+def test_impossible_counts_are_refused(copied: Bundle) -> None:
     values = json.loads((copied.path / PARITY).read_text())
     values["gate"]["agreement"] |= {"same_tokens": 7, "tokens": 3}
     with pytest.raises(BundleError, match=r"gate\.agreement: expected some of at least one token, found 7 of 3"):

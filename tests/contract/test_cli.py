@@ -117,13 +117,13 @@ def test_an_unknown_command_is_a_usage_error() -> None:
     assert "Error: No such command 'doctr'." in ran.stderr
 
 
-def test_an_error_of_ours_is_one_line_and_exit_code_1() -> None:
+def test_a_fatdeploy_error_is_one_line_and_exit_code_1() -> None:
     ran = run("fail", before=FAILING)
     assert (ran.returncode, ran.stdout) == (1, "")
     assert ran.stderr == "Error: weights.bin is missing: expected 10 bytes, found none. Export again\n"
 
 
-def test_a_table_stands_below_the_one_line_as_it_is() -> None:
+def test_a_table_is_printed_unchanged_below_the_error_line() -> None:
     ran = run("fail", before=WITH_TABLE)
     assert (ran.returncode, ran.stdout) == (1, "")
     assert ran.stderr.splitlines() == [
@@ -133,13 +133,13 @@ def test_a_table_stands_below_the_one_line_as_it_is() -> None:
     ]
 
 
-def test_the_traceback_is_there_for_who_asks() -> None:
+def test_two_verbose_flags_show_the_traceback() -> None:
     lines = run("-vv", "fail", before=FAILING).stderr.splitlines()
     assert lines[:2] == ["DEBUG traceback of the error below", "Traceback (most recent call last):"]
     assert lines[-1] == "Error: weights.bin is missing: expected 10 bytes, found none. Export again"
 
 
-def test_a_name_that_leads_to_no_command_is_our_mistake_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_name_without_a_command_is_an_internal_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cli.COMMANDS, "VERSION", "fatdeploy._version")
     with pytest.raises(TypeError, match=r"^fatdeploy\._version\.VERSION is not a command$"):
         cli.main.get_command(click.Context(cli.main), "VERSION")

@@ -39,20 +39,20 @@ def command(name: str, folder: Path) -> Result:
 
 
 def refusal(folder: Path, *commands: str) -> str:
-    """Look that commands refuse a folder with the same line, and return it; that ``load`` does too unless not asked."""
-    said = set()
+    """Return the one line with which all commands refuse a folder, and ``load`` too if ``run`` is among them."""
+    lines = set()
     for name in commands or ("verify", "run", "inspect"):
         result = command(name, folder)
         assert isinstance(result.exception, SystemExit), result.exception
         assert (result.exit_code, result.stdout) == (1, "")
         assert result.stderr.startswith("Error: ")
         assert result.stderr.count("\n") == 1
-        said.add(result.stderr)
+        lines.add(result.stderr)
     if "run" in (commands or ("run",)):
         with pytest.raises(BundleError) as caught:
             fatdeploy.load(folder)
-        said.add(f"Error: {' '.join(str(caught.value).split())}\n")
-    [line] = said
+        lines.add(f"Error: {' '.join(str(caught.value).split())}\n")
+    [line] = lines
     return line.rstrip("\n")
 
 
@@ -81,7 +81,7 @@ def test_a_file_that_is_cut_empty_missing_or_another_models_is_named(folder: Pat
     assert command("verify", folder).exit_code == 0
 
 
-def test_everything_that_is_damaged_is_said_at_once(folder: Path) -> None:
+def test_all_damage_is_reported_at_once(folder: Path) -> None:
     for name in FILES:
         (folder / name).unlink()
     assert refusal(folder).count(": missing") == len(FILES)
@@ -101,7 +101,7 @@ def test_one_bit_of_any_file_is_noticed(folder: Path, name: str, place: int, bit
         (folder / name).write_bytes(whole)
 
 
-# What only a reader of the manifest can refuse: it was written anew, and its digest is right.
+# What only a reader of the manifest can refuse: it was rewritten, and its digest is correct.
 
 
 def sealed(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -127,14 +127,14 @@ def listed(name: str) -> Callable[[dict[str, Any]], object]:
         (lambda values: values["spec"].update(vocab_size="64"), "vocab_size: expected int, found '64'"),
     ],
 )
-def test_a_manifest_that_leads_elsewhere_or_is_of_another_format_is_refused(
+def test_a_manifest_that_leaves_the_folder_or_has_another_format_is_refused(
     folder: Path, change: Callable[[dict[str, Any]], object], reason: str
 ) -> None:
     sealed(folder, change)
     assert reason in refusal(folder).replace('"', "'")
 
 
-# What only the engine can refuse: sizes and hashes are right.
+# What only the engine can refuse: sizes and hashes are correct.
 
 
 def swapped(folder: Path) -> None:
@@ -148,8 +148,8 @@ def in_graph(name: str, change: Callable[[onnx.GraphProto], object]) -> Damage:
 
 
 def renamed_input(graph: onnx.GraphProto) -> None:
-    for one in graph.node:
-        one.input[:] = ["ids" if name == "source" else name for name in one.input]
+    for node in graph.node:
+        node.input[:] = ["ids" if name == "source" else name for name in node.input]
     graph.input[0].name = "ids"
 
 
@@ -179,7 +179,7 @@ def misspelt_name(folder: Path) -> None:
 
 def weights_in(location: str) -> Callable[[onnx.GraphProto], None]:
     def move(graph: onnx.GraphProto) -> None:
-        tensor = next(one for one in graph.initializer if one.external_data)
+        tensor = next(initializer for initializer in graph.initializer if initializer.external_data)
         next(entry for entry in tensor.external_data if entry.key == "location").value = location
 
     return move
@@ -214,7 +214,7 @@ def weights_in(location: str) -> Callable[[onnx.GraphProto], None]:
 def test_graphs_and_weights_that_do_not_fit_are_refused_when_they_are_opened(
     folder: Path, damage: Damage, reason: str
 ) -> None:
-    # What a graph that leaves its folder would find there is whole.
+    # A graph that reads outside its folder would find intact weights there.
     shutil.copyfile(folder / WEIGHTS, folder.parent / "x")
     damage(folder)
     write_manifest(folder, bundle_of(TINY).manifest)
@@ -235,8 +235,8 @@ def test_a_contract_of_another_model_does_not_fit_the_graphs(folder: Path) -> No
 
 
 @pytest.mark.parametrize("name", [ENCODER, DECODER])
-def test_a_graph_that_opens_and_cannot_run_is_an_error_of_the_bundle(folder: Path, name: str) -> None:
-    # An index behind the end of a table is noticed when it is used.
+def test_a_graph_that_opens_but_cannot_run_is_a_bundle_error(folder: Path, name: str) -> None:
+    # An index past the end of a table is noticed only when it is used.
     changed_graph(folder / name, far_ids)
     write_manifest(folder, bundle_of(TINY).manifest)
     model = fatdeploy.load(folder)
@@ -246,7 +246,7 @@ def test_a_graph_that_opens_and_cannot_run_is_an_error_of_the_bundle(folder: Pat
     assert command("run", folder).exit_code == command("verify", folder).exit_code == 1
 
 
-# What verify alone can notice: the bundle runs, and is wrong.
+# What only verify can notice: the bundle runs, with wrong results.
 
 
 def other_weights(folder: Path) -> None:
@@ -278,7 +278,7 @@ def ragged_probes(folder: Path) -> None:
         (lambda folder: (folder / PROBES).unlink(), "its manifest.json does not list probes.npz, only decoder.onnx"),
     ],
 )
-def test_a_bundle_that_runs_and_is_wrong_is_caught_by_verify(folder: Path, damage: Damage, reason: str) -> None:
+def test_verify_catches_a_bundle_that_runs_with_wrong_results(folder: Path, damage: Damage, reason: str) -> None:
     damage(folder)
     write_manifest(folder, bundle_of(TINY).manifest)
     assert reason in refusal(folder, "verify").replace('"', "'")
@@ -287,7 +287,7 @@ def test_a_bundle_that_runs_and_is_wrong_is_caught_by_verify(folder: Path, damag
 
 @given(st.integers(min_value=0), st.integers(0, 255))
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_probes_are_read_or_refused_whatever_a_byte_of_them_is(folder: Path, place: int, byte: int) -> None:
+def test_probes_with_any_changed_byte_are_read_or_refused(folder: Path, place: int, byte: int) -> None:
     data = bytearray(bundle_of(TINY).file(PROBES).read_bytes())
     # Names, headers and the archive's directory, where a byte has a meaning, are a small part of the file.
     marks = [at for at in range(len(data)) if data[at : at + 2] == b"PK" or data[at : at + 5] == b"NUMPY"]
@@ -299,13 +299,13 @@ def test_probes_are_read_or_refused_whatever_a_byte_of_them_is(folder: Path, pla
         assert "cannot read" in str(error)  # noqa: PT017 - either is right
 
 
-# What onnxruntime reads when nobody looked at the hashes.
+# What onnxruntime reads when hashes are not checked.
 
 
 @pytest.mark.parametrize("name", [ENCODER, DECODER])
 @given(st.lists(st.tuples(st.integers(min_value=0), st.integers(0, 255)), min_size=1, max_size=3))
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_graph_with_any_bytes_works_or_is_an_error_of_ours(
+def test_a_graph_with_any_bytes_works_or_raises_a_fatdeploy_error(
     folder: Path, name: str, changes: list[tuple[int, int]]
 ) -> None:
     data = bytearray(bundle_of(TINY).file(name).read_bytes())
@@ -322,5 +322,5 @@ def test_a_graph_with_any_bytes_works_or_is_an_error_of_ours(
         shutil.copyfile(bundle_of(TINY).file(name), folder / name)
 
 
-def test_the_copies_that_were_damaged_left_the_bundle_alone() -> None:
+def test_damaging_copies_leaves_the_original_bundle_unchanged() -> None:
     assert read_bundle(bundle_of(TINY).path).digest == bundle_of(TINY).digest

@@ -1,4 +1,4 @@
-"""Element types: numpy agrees about the size of each, and stores what it has no name for."""
+"""Element types: sizes match numpy's, and numpy stores the types that it has no name for."""
 
 import ml_dtypes
 import numpy as np
@@ -8,7 +8,7 @@ from fatdeploy.dtypes import ITEM_BYTES, stored_dtype
 
 
 @pytest.mark.parametrize("name", ITEM_BYTES)
-def test_an_element_takes_as_many_bytes_as_numpy_stores_it_in(name: str) -> None:
+def test_element_sizes_match_numpy(name: str) -> None:
     assert np.dtype(stored_dtype(name)).itemsize == ITEM_BYTES[name]
 
 

@@ -35,7 +35,9 @@ def test_force_replaces_the_whole_folder(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_without_an_exchange_in_one_stroke_two_renames_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_renames_replace_a_folder_without_an_atomic_exchange(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written(tmp_path / "a", "old")
     monkeypatch.setattr(folders.ctypes, "CDLL", lambda *_, **__: object())
     written(tmp_path / "a", "new", force=True)

@@ -1,4 +1,4 @@
-"""The machine's facts: real texts of real processors in, exact names out."""
+"""The machine's facts: texts of real processors in, exact names out."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ import pytest
 from fatdeploy import machine
 from fatdeploy.machine import Cpu, Machine, cpu_from_cpuinfo, cpu_from_sysctl, this_machine
 
-# As published for these machines, shortened to the rows of one core; the Orin's are put together from two sources.
+# As published for these machines, shortened to one core; the Orin's text is combined from two sources.
 XEON_E5_2682 = """\
 processor	: {index}
 vendor_id	: GenuineIntel
@@ -138,20 +138,20 @@ def test_the_line_that_a_raspberry_pi_adds_about_its_board_is_not_the_processor(
     assert cpu_from_cpuinfo(text).name == "Cortex-A76"
 
 
-def test_big_and_little_cores_are_both_named_and_only_what_both_have_counts() -> None:
+def test_big_and_little_cores_are_both_named_and_only_shared_features_count() -> None:
     little = RASPBERRY_PI_5.format(index=0).replace("0xd0b", "0xd05").replace(" asimddp", "")
     assert cpu_from_cpuinfo(little + RASPBERRY_PI_5.format(index=1)) == Cpu(
         "Cortex-A55 + Cortex-A76", ("asimd", "asimdhp")
     )
 
 
-def test_an_arm_core_that_nobody_listed_is_shown_by_its_numbers() -> None:
+def test_an_unlisted_arm_core_is_shown_by_its_numbers() -> None:
     text = RASPBERRY_PI_5.format(index=0).replace("0xd0b", "0xfff")
     assert cpu_from_cpuinfo(text).name == "arm implementer 0x41 part 0xfff"
 
 
 @pytest.mark.parametrize("text", [VISIONFIVE_2, "", "no colon here"], ids=["risc-v", "empty", "not-cpuinfo"])
-def test_instruction_sets_that_are_not_told_are_unknown_and_not_none(text: str) -> None:
+def test_unreported_instruction_sets_are_unknown_instead_of_empty(text: str) -> None:
     assert cpu_from_cpuinfo(text.format(index=0)) == Cpu(None, None)
 
 
@@ -165,23 +165,23 @@ def test_macos_gives_the_same_names_as_linux() -> None:
     assert cpu_from_sysctl("") == Cpu(None, None)
 
 
-def test_every_name_that_macos_is_translated_to_is_one_that_is_shown() -> None:
+def test_every_translated_macos_feature_is_a_shown_feature() -> None:
     assert {*machine.SYSCTL_WORDS.values(), *machine.SYSCTL_SWITCHES.values()} <= set(machine.FEATURES)
 
 
-def test_a_system_that_tells_nothing_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_reports_nothing_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "system", lambda: "Windows")
     monkeypatch.setattr(platform, "processor", lambda: "")
     assert machine.this_cpu() == Cpu(None, None)
 
 
-def test_macos_is_asked_through_sysctl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_macos_features_come_from_sysctl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     monkeypatch.setattr(machine, "sysctl_text", lambda: APPLE_M3)
     assert machine.this_cpu().name == "Apple M3"
 
 
-def test_memory_that_the_system_does_not_tell_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreported_memory_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sysconf_names", {})
     assert machine.total_memory() is None
 

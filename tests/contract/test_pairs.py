@@ -1,4 +1,4 @@
-"""Files of pairs: what is read, and every line that cannot be."""
+"""Files of pairs: what is read, and how every unreadable line is reported."""
 
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: bytes, reason: 
         read_pairs(path)
 
 
-def test_all_bad_lines_are_told_at_once(tmp_path: Path) -> None:
+def test_all_bad_lines_are_reported_at_once(tmp_path: Path) -> None:
     path = file_of(tmp_path, b"one\na\tb\n\tc\nd\t\n\xff\te\n")
     with pytest.raises(DataError) as caught:
         read_pairs(path)

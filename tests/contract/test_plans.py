@@ -66,18 +66,18 @@ def test_a_range_goes_up_from_one(sizes: tuple[int, int, int]) -> None:
         SizeRange(least=least, usual=usual, most=most)
 
 
-def test_a_range_holds_what_lies_between_its_ends() -> None:
+def test_a_range_contains_the_sizes_between_its_ends() -> None:
     assert [SizeRange(least=2, usual=2, most=4).holds(size) for size in range(1, 6)] == [False, True, True, True, False]
 
 
-def test_a_profile_knows_the_axes_of_the_contract_only() -> None:
+def test_a_profile_has_only_the_axes_of_the_contract() -> None:
     with pytest.raises(ValueError, match="ranges for batch, rows, source, step, found capacity, length"):
         Profile(sizes={name: SizeRange(least=1, usual=1, most=1) for name in ("batch", "capacity", "length")})
 
 
-def test_a_tensor_has_a_least_a_usual_and_a_largest_shape() -> None:
+def test_a_tensor_has_a_smallest_a_typical_and_a_largest_shape() -> None:
     fixed = SPEC.fixed_axes(branches=False)
-    shapes = {one.name: shapes_of(one, PROFILE, fixed) for one in inputs_of(SPEC, "decoder")}
+    shapes = {tensor.name: shapes_of(tensor, PROFILE, fixed) for tensor in inputs_of(SPEC, "decoder")}
     assert shapes[SPEC.tokens.name] == ((1, 1), (4, 1), (32, 3))
     assert shapes[SPEC.position.name] == ((), (), ())
     assert shapes[SPEC.source_mask.name] == ((1, 1), (2, 10), (8, 20))
@@ -95,13 +95,13 @@ def test_the_parts_have_the_tensors_and_axes_of_the_contract() -> None:
 
 
 def test_a_plan_is_named_after_what_it_runs_on() -> None:
-    one = plan_file("decoder", "tensorrt", "10.16.1", ("8.9",))
-    assert one == "engines/decoder-tensorrt-10.16.1-sm89.plan"
+    single = plan_file("decoder", "tensorrt", "10.16.1", ("8.9",))
+    assert single == "engines/decoder-tensorrt-10.16.1-sm89.plan"
     several = plan_file("encoder", "tensorrt-rtx", "1.7.1", ("8.6", "12.0"))
     assert several == "engines/encoder-tensorrt-rtx-1.7.1-portable.plan"
 
 
-def test_a_record_without_sense_is_refused_with_all_reasons() -> None:
+def test_an_inconsistent_record_is_refused_with_all_reasons() -> None:
     with pytest.raises(
         ValueError, match=r"found compute capability '86', compute capability '9', no profile, graph_sha256 'x'"
     ):
@@ -110,7 +110,7 @@ def test_a_record_without_sense_is_refused_with_all_reasons() -> None:
         replace(PLAN, compute_capabilities=())
 
 
-def test_plans_stand_in_the_manifest(folder: Path) -> None:
+def test_plans_are_listed_in_the_manifest(folder: Path) -> None:
     assert write_manifest(folder, MANIFEST_OF_IT).manifest.plans == (PLAN,)
     assert read_bundle(folder).manifest.plans == (PLAN,)
 
@@ -121,7 +121,7 @@ def test_a_plan_that_is_not_among_the_files_is_refused(folder: Path) -> None:
         write_manifest(folder, MANIFEST_OF_IT)
 
 
-def test_a_manifest_from_before_there_were_plans_has_none(folder: Path) -> None:
+def test_a_manifest_older_than_plans_has_none(folder: Path) -> None:
     write_manifest(folder, replace(MANIFEST_OF_IT, plans=()))
     values = json.loads((folder / MANIFEST).read_text())
     del values["plans"], values["digest"]

@@ -1,4 +1,4 @@
-"""Dataclasses as JSON and back, and the spec as the one that travels."""
+"""Dataclasses to JSON and back, above all the spec that every bundle carries."""
 
 import json
 from dataclasses import MISSING, dataclass, fields
@@ -101,7 +101,7 @@ def test_a_spec_is_refused_with_all_reasons_and_their_places() -> None:
 
 
 @pytest.mark.parametrize("values", [None, [], "spec", 3])
-def test_what_is_no_object_is_no_spec(values: object) -> None:
+def test_a_value_that_is_not_an_object_is_not_a_spec(values: object) -> None:
     with pytest.raises(SpecMismatch, match="spec refused: expected an object, found"):
         ModelSpec.from_dict(values)
 
@@ -138,7 +138,7 @@ def test_a_value_that_does_not_fit_is_named_with_its_place(changes: dict[str, An
     assert reasons_against(edited(**changes)) == [reason]
 
 
-def test_permissions_reach_as_far_as_they_say() -> None:
+def test_unknown_fields_are_allowed_only_at_the_top_and_missing_ones_only_with_a_default() -> None:
     assert reasons_against(edited(more=1), allow_unknown=True) == []
     assert reasons_against(edited(part={"kind": "a", "sizes": [], "more": 1}), allow_unknown=True) == [
         "part.more: unknown"
@@ -147,7 +147,7 @@ def test_permissions_reach_as_far_as_they_say() -> None:
     assert reasons_against(edited(rest=MISSING), allow_missing=True) == ["rest: missing"]
 
 
-def test_a_field_without_a_json_form_is_a_mistake_of_ours() -> None:
+def test_a_field_without_a_json_form_is_an_internal_error() -> None:
     @dataclass(frozen=True)
     class Odd:
         kind: np.dtype[np.float32]

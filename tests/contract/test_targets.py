@@ -1,4 +1,4 @@
-"""Targets: one record each, whose answers everybody uses."""
+"""Targets: one record each, which all code uses."""
 
 import subprocess
 import sys
@@ -59,7 +59,7 @@ def test_flavours_are_targets_of_the_same_name() -> None:
 
 
 @RECORDS
-def test_a_precision_is_taken_or_refused_with_targets_that_take_it(record: TargetRecord) -> None:
+def test_a_precision_is_accepted_or_refused_with_the_targets_that_accept_it(record: TargetRecord) -> None:
     for precision in get_args(Precision):
         if precision in record.precisions:
             assert record.refusal(precision) == ""
@@ -75,7 +75,7 @@ def test_the_help_names_every_target_and_precision() -> None:
     assert "fp16 (ort-cuda, onnx, tensorrt, tensorrt-rtx)" in precision_help()
 
 
-def test_a_choice_in_words() -> None:
+def test_choices_are_written_in_words() -> None:
     assert [either("a"), either("ab"), either("abc")] == ["a", "a or b", "a, b or c"]
 
 

@@ -1,4 +1,4 @@
-"""Pieces of a growing target: together they are the whole, nothing is taken back, nothing is broken."""
+"""Pieces of a growing target: together they are the whole; none is withdrawn, and no character is split."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -38,16 +38,16 @@ def any_tokenizer(kind: str) -> Tokenizer:
 
 
 def pieces(tokenizer: Tokenizer, tokens: Sequence[int], stops: Sequence[str] = ()) -> list[str]:
-    """Return the texts of a target that grows by a token a time, until it says a stop text."""
+    """Return the texts of a target that grows one token at a time, until it contains a stop text."""
     deltas = Deltas(stops, tokenizer)
-    told = []
+    texts = []
     for end in range(1, len(tokens) + 1):
-        said = tuple(tokens[:end])
-        text = tokenizer.text(said)
+        prefix = tuple(tokens[:end])
+        text = tokenizer.text(prefix)
         if end == len(tokens) or any(stop in text for stop in stops):
-            return [*told, deltas.rest(Hypothesis(said, "stop", text=cut_text(text, stops)))[1] or ""]
-        told.append(deltas.grown(said)[1] or "")
-    return told
+            return [*texts, deltas.rest(Hypothesis(prefix, "stop", text=cut_text(text, stops)))[1] or ""]
+        texts.append(deltas.grown(prefix)[1] or "")
+    return texts
 
 
 def pieces_of_spelling(kind: str, spelling: Sequence[str], stops: Sequence[str] = ()) -> list[str]:
@@ -57,9 +57,9 @@ def pieces_of_spelling(kind: str, spelling: Sequence[str], stops: Sequence[str] 
 
 @pytest.mark.parametrize("kind", [*KINDS, *OWN])
 @given(data=st.data())
-def test_all_pieces_together_are_the_text_whatever_is_said(kind: str, data: st.DataObject) -> None:
+def test_all_pieces_together_are_the_text_for_any_tokens(kind: str, data: st.DataObject) -> None:
     tokenizer = any_tokenizer(kind)
-    # Past the last token: what a model may say and its tokenizer does not know.
+    # Past the last token: ids that a model may return and its tokenizer does not know.
     tokens = data.draw(st.lists(st.integers(0, tokenizer.n_tokens + 1), min_size=1, max_size=12))
     *before, last = pieces(tokenizer, tokens)
     assert "".join([*before, last]) == tokenizer.text(tokens)
@@ -68,7 +68,7 @@ def test_all_pieces_together_are_the_text_whatever_is_said(kind: str, data: st.D
 
 @pytest.mark.parametrize("kind", [*KINDS, *OWN])
 @given(data=st.data())
-def test_a_stop_text_is_never_told_nor_any_part_of_it(kind: str, data: st.DataObject) -> None:
+def test_no_part_of_a_stop_text_is_ever_sent(kind: str, data: st.DataObject) -> None:
     tokenizer = any_tokenizer(kind)
     token = st.integers(3, tokenizer.n_tokens - 1)
     tokens = data.draw(st.lists(token, min_size=1, max_size=10))
@@ -76,17 +76,21 @@ def test_a_stop_text_is_never_told_nor_any_part_of_it(kind: str, data: st.DataOb
     text = tokenizer.text(tokens)
     begin = data.draw(st.integers(0, len(text)))
     stop = text[begin : begin + data.draw(st.integers(1, 4))]
-    stops = [one for one in (stop, stop[:-1] + "~", data.draw(st.text("ab. \N{GRINNING FACE}", max_size=3))) if one]
-    told = pieces(tokenizer, tokens, stops)
+    stops = [
+        candidate
+        for candidate in (stop, stop[:-1] + "~", data.draw(st.text("ab. \N{GRINNING FACE}", max_size=3)))
+        if candidate
+    ]
+    texts = pieces(tokenizer, tokens, stops)
     ended = next((end for end in range(1, len(tokens)) if any(s in tokenizer.text(tokens[:end]) for s in stops)), None)
-    assert "".join(told) == cut_text(tokenizer.text(tokens[:ended]), stops)
+    assert "".join(texts) == cut_text(tokenizer.text(tokens[:ended]), stops)
 
 
 @given(st.lists(st.sampled_from("ab"), min_size=1, max_size=8), st.lists(st.text("ab", min_size=1, max_size=4)))
-def test_tokens_of_a_stop_sequence_are_never_told(said: list[str], words: list[str]) -> None:
-    tokens = tuple(ord(one) for one in said)
-    stops = [tuple(ord(one) for one in word) for word in words]
-    deltas, told = Deltas(stops, None), []
+def test_tokens_of_a_stop_sequence_are_never_sent(letters: list[str], words: list[str]) -> None:
+    tokens = tuple(ord(letter) for letter in letters)
+    stops = [tuple(ord(letter) for letter in word) for word in words]
+    deltas, sent = Deltas(stops, None), []
     for end in range(1, len(tokens) + 1):
         stopped = next((stop for stop in stops if tokens[:end][-len(stop) :] == stop), None)
         if stopped is not None:
@@ -94,22 +98,22 @@ def test_tokens_of_a_stop_sequence_are_never_told(said: list[str], words: list[s
             break
         piece, text = deltas.grown(tokens[:end])
         assert text is None
-        told += piece
+        sent += piece
     else:
         final = tokens
     rest, text = deltas.rest(Hypothesis(final, "stop"))
-    assert (*told, *rest) == final
+    assert (*sent, *rest) == final
     assert text is None
 
 
-def test_tokens_that_may_begin_a_stop_sequence_wait_until_they_do_not() -> None:
+def test_tokens_that_may_begin_a_stop_sequence_wait_until_it_is_ruled_out() -> None:
     deltas = Deltas([(7, 8, 9), (8, 5)], None)
     grown = [deltas.grown((6, 7, 8, 4, 7)[:end])[0] for end in range(1, 6)]
     assert grown == [(6,), (), (), (7, 8, 4), ()]
     assert deltas.rest(Hypothesis((6, 7, 8, 4, 7), "eos"))[0] == (7,)
 
 
-def test_a_stop_text_that_lies_in_held_tokens_of_a_stop_sequence_is_not_told_either() -> None:
+def test_the_text_of_delayed_stop_sequence_tokens_is_not_sent_either() -> None:
     tokenizer = tokenizer_named("metaspace")
     hi, a, b = ids_of(tokenizer, ["▁Hi", "▁a", "b"])
     deltas = Deltas([(a, b)], tokenizer)
@@ -118,18 +122,18 @@ def test_a_stop_text_that_lies_in_held_tokens_of_a_stop_sequence_is_not_told_eit
     assert deltas.rest(Hypothesis((hi,), "stop", text="Hi")) == ((), "")
 
 
-def test_an_emoji_of_four_tokens_is_told_when_it_is_complete() -> None:
-    told = pieces_of_spelling("byte level", ["Ġhe", *byte_level_spelling("😀!"), "llo"])
-    assert told == [" he", "", "", "", "😀", "!", "llo"]
+def test_an_emoji_of_four_tokens_is_sent_when_it_is_complete() -> None:
+    texts = pieces_of_spelling("byte level", ["Ġhe", *byte_level_spelling("😀!"), "llo"])
+    assert texts == [" he", "", "", "", "😀", "!", "llo"]
 
 
-def test_bytes_that_never_become_a_character_are_told_when_that_is_certain() -> None:
+def test_bytes_that_never_form_a_character_are_sent_when_that_is_certain() -> None:
     broken = byte_level_spelling("😀")[:3]
     assert pieces_of_spelling("byte level", [*broken, "llo", "llo"]) == ["", "", "", "\ufffdllo", "llo"]
     assert pieces_of_spelling("byte level", ["llo", *broken]) == ["llo", "", "", "\ufffd"]
 
 
-def test_a_run_of_byte_tokens_is_told_when_it_is_over() -> None:
+def test_a_run_of_byte_tokens_is_sent_when_it_ends() -> None:
     # After the euro sign comes another character: until it is complete the decoder takes the first one back, too.
     spelling = ["▁Hi", *byte_spelling("€😀"), ",", "b"]
     assert pieces_of_spelling("byte fallback", spelling) == ["Hi", *[""] * 7, "€😀,", "b"]
@@ -149,12 +153,12 @@ def test_a_combining_character_follows_its_letter() -> None:
     assert pieces_of_spelling("metaspace", ["▁a", "e", "\u0301", "b"]) == ["a", "e", "\u0301", "b"]
 
 
-def test_the_leading_blank_of_the_first_piece_is_not_text_and_others_are() -> None:
+def test_only_the_first_pieces_leading_blank_is_dropped() -> None:
     assert pieces_of_spelling("metaspace", ["▁Hi", "▁a", "b"]) == ["Hi", " a", "b"]
     assert pieces_of_spelling("metaspace", ["▁", "▁Hi", "▁", "▁"]) == ["", " Hi", "", "  "]
 
 
-def test_word_pieces_are_told_as_the_cleanup_leaves_them() -> None:
+def test_word_pieces_are_sent_after_cleanup() -> None:
     spelling = ["hello", "##s", ",", "do", "n't", ".", "a"]
     assert pieces_of_spelling("word pieces", spelling) == ["hello", "s", ",", " do", "n't", ".", " a"]
 
@@ -170,32 +174,32 @@ def test_blanks_wait_for_what_follows_them(tmp_path: Path) -> None:
     assert pieces(tokenizer, ids_of(tokenizer, ["a", " ", ".", "a", " ", "a"])) == ["a", "", ".", "a", "", " a"]
 
 
-def test_text_that_the_decoder_changes_after_it_was_told_is_waited_for(tmp_path: Path) -> None:
+def test_text_that_the_decoder_changes_after_it_was_sent_is_waited_for(tmp_path: Path) -> None:
     decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "xyz"), decoders.Replace("xyzc", "abc")])
     tokenizer = tokenizer_of(["a", "b", "c"], decoder, tmp_path)
     a, b, c = ids_of(tokenizer, "abc")
     assert [tokenizer.text((a, b, c)[:end]) for end in (1, 2, 3)] == ["a", "xyz", "abc"]
     assert pieces(tokenizer, (a, b, c, a)) == ["a", "", "bc", "a"]
-    # It never agrees again: nothing more is told, and the result has the right text.
+    # It never agrees again: nothing more is sent, and the result has the right text.
     assert pieces(tokenizer, (a, b)) == ["a", ""]
 
 
-def test_the_beginning_of_a_stop_text_waits_until_it_is_none() -> None:
+def test_the_beginning_of_a_stop_text_waits_until_it_is_ruled_out() -> None:
     tokenizer = tokenizer_named("byte level")
     spelled = ids_of(tokenizer, byte_level_spelling("ab\n\ncd\nEND"))
     assert "".join(pieces(tokenizer, spelled, ["\nEND"])) == "ab\n\ncd"
     assert pieces(tokenizer, spelled, ["\nEND", "cdx"]) == ["a", "b", "", "", "\n\n", "", "", "cd", "", ""]
 
 
-def test_a_stop_text_may_go_on_behind_a_character_that_is_not_complete() -> None:
-    told = pieces_of_spelling("byte level", byte_level_spelling("aSTÖPb"), ["STÖP"])
-    assert told == ["a", *[""] * 5]
+def test_a_stop_text_may_continue_after_an_incomplete_character() -> None:
+    texts = pieces_of_spelling("byte level", byte_level_spelling("aSTÖPb"), ["STÖP"])
+    assert texts == ["a", *[""] * 5]
 
 
 def test_bytes_are_looked_for_only_where_there_are_byte_tokens() -> None:
     assert tokenizer_named("metaspace").n_certain((3, 4, 0, 1)) == 4
     tokenizer = tokenizer_named("byte fallback")
-    one, other = ids_of(tokenizer, byte_spelling("é"))
-    assert tokenizer.n_certain((3, one, 4, one, 2, other, tokenizer.n_tokens)) == 3
-    assert tokenizer.n_certain((one, other)) == 0
+    lead, tail = ids_of(tokenizer, byte_spelling("é"))
+    assert tokenizer.n_certain((3, lead, 4, lead, 2, tail, tokenizer.n_tokens)) == 3
+    assert tokenizer.n_certain((lead, tail)) == 0
     assert tokenizer.n_certain(()) == 0

@@ -1,4 +1,4 @@
-"""The search says what ``generate`` of transformers says: same tokens, same scores, for models that it knows well."""
+"""The search matches ``generate`` of transformers: same tokens, same scores, for well-known models."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ from tests.support.hugging_face import (
 )
 
 TOLERANCE = 1e-4
-# How much likelier EOS is made: from targets that run to the limit to some that are empty.
+# Added to EOS's logit: from targets that run to the limit to some that are empty.
 EOS_BIASES = (1.5, 2.5, 3.5)
 in_every_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -62,22 +62,22 @@ def less_of_the_same(tokens: Tokens, scores: Floats) -> Floats:
 
 
 def drawn_controls(
-    random: np.random.Generator, options: DecodeOptions, said: Sequence[int], bos_id: int
+    random: np.random.Generator, options: DecodeOptions, target: Sequence[int], bos_id: int
 ) -> DecodeOptions:
-    """Return the same with some controls; what they forbid is what would be ``said`` without them."""
+    """Return the options with some controls, which forbid parts of the ``target`` decoded without them."""
 
     def likely() -> bool:
         return bool(random.random() < 0.4)
 
     limit = max(3, options.max_new_tokens or 0)
-    tokens = [*said, *random.integers(VOCABULARY, size=3).tolist()]
+    tokens = [*target, *random.integers(VOCABULARY, size=3).tolist()]
     words = [tokens[start : start + 1 + n] for n, start in enumerate(random.integers(len(tokens), size=4).tolist())]
-    words.append([bos_id, tokens[0]])  # what was read counts, not only what was said
+    words.append([bos_id, tokens[0]])  # tokens that were read count, not only generated ones
     prefix = random.integers(3, VOCABULARY, size=random.integers(1, 5)).tolist() if likely() else []
     begin = [(0, int(random.integers(3, VOCABULARY)))] if not prefix and likely() else []
     end = [(limit - 1, EOS)] if likely() else []
     forced = {token for _, token in (*begin, *end)}
-    # Nothing is left to say where what is forced is suppressed as well.
+    # Suppressing a forced token would leave no token at all.
     suppressed = [token for token in tokens[: random.integers(1, 4)] if token not in forced]
     return replace(
         options,
@@ -86,7 +86,7 @@ def drawn_controls(
         repetition_penalty=float(random.uniform(0.7, 2)) if likely() else 1.0,
         no_repeat_ngram_size=int(random.integers(1, 4)) if likely() else 0,
         suppress_tokens=suppressed if likely() else [],
-        # A bad word that is EOS alone forbids it here, and is ignored there.
+        # A bad word that is only EOS forbids it here and is ignored by transformers.
         bad_words=[word for word in words if word != [EOS]] if likely() else [],
         forced_tokens=[*begin, *end],
         processors=[less_of_the_same] if likely() else [],
@@ -104,7 +104,7 @@ def check_same(ours: Hypothesis, theirs: Sequence[Generated]) -> None:
 
 
 def check_each(engine: HuggingFaceEngine, sources: Sequence[Sequence[int]], options: DecodeOptions) -> None:
-    """Compare our batch with one call of ``generate`` a source."""
+    """Compare our batch with one call of ``generate`` per source."""
     for source, ours in zip(sources, decode(engine, sources, options), strict=True):
         [theirs] = generated(engine.model, [source], options)
         check_same(ours, theirs)
@@ -123,20 +123,20 @@ def test_beams_find_what_transformers_finds(family: str, seed: int) -> None:
 def test_controlled_beams_find_what_transformers_finds(family: str, seed: int) -> None:
     random = np.random.default_rng([1, seed])
     engine, sources, options = drawn_engine(random, family), drawn_sources(random, 1 + seed % 3), drawn_beams(random)
-    said = decode(engine, sources[:1], options)[0].tokens
-    check_each(engine, sources, drawn_controls(random, options, said, engine.spec.bos_id))
+    target = decode(engine, sources[:1], options)[0].tokens
+    check_each(engine, sources, drawn_controls(random, options, target, engine.spec.bos_id))
 
 
 @in_every_family
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("controlled", [False, True], ids=["plain", "controlled"])
-def test_greedy_decoding_says_what_transformers_says(family: str, seed: int, controlled: bool) -> None:
+def test_greedy_decoding_gives_the_tokens_of_transformers(family: str, seed: int, controlled: bool) -> None:
     random = np.random.default_rng([2, seed])
     engine, sources = drawn_engine(random, family), drawn_sources(random, 1 + seed % 4)
     options = DecodeOptions(max_new_tokens=int(random.integers(1, 19)), scores=True)
     if controlled:
-        said = decode(engine, sources[:1], options)[0].tokens
-        options = drawn_controls(random, options, said, engine.spec.bos_id)
+        target = decode(engine, sources[:1], options)[0].tokens
+        options = drawn_controls(random, options, target, engine.spec.bos_id)
     check_each(engine, sources, options)
 
 
@@ -152,7 +152,7 @@ def test_a_batch_of_transformers_finds_the_same(family: str, seed: int, early_st
 
 
 def test_a_negative_penalty_looks_no_further_than_the_present_length() -> None:
-    # One source in thousands for which a search that looked to the limit would stop too soon.
+    # One source in thousands for which a search that looks as far as the limit would stop too soon.
     source = drawn_sources(np.random.default_rng([8, 2]), 10)[5]
     options = DecodeOptions(
         num_beams=8, num_return_sequences=8, early_stopping="never", length_penalty=-0.2, max_new_tokens=18
@@ -166,22 +166,24 @@ def test_the_engines_own_best_tokens_lead_where_all_logits_do(family: str) -> No
     model, sources = lively_model(family, EOS_BIASES[1]), drawn_sources(random, 4)
     options = DecodeOptions(num_beams=4, num_return_sequences=4, max_new_tokens=18)
     narrow, wide = HuggingFaceEngine(model, top_k=7), HuggingFaceEngine(model, top_k=8)
-    for one, other, source in zip(*(decode(each, sources, options) for each in (narrow, wide)), sources, strict=True):
+    for first, second, source in zip(
+        *(decode(engine, sources, options) for engine in (narrow, wide)), sources, strict=True
+    ):
         [theirs] = generated(model, [source], options)
-        check_same(one, theirs)
-        check_same(other, theirs)
+        check_same(first, theirs)
+        check_same(second, theirs)
     assert (set(narrow.wanted), set(wide.wanted)) == ({Want.LOGITS}, {Want.TOPK})
 
 
 def only(targets: Sequence[Sequence[int]]) -> LogitsProcessor:
-    """Return a control under which one of the targets is said, and EOS after it."""
+    """Return a control that allows only one of the targets, followed by EOS."""
     allowed = [(*target, EOS) for target in targets]
 
     def processor(tokens: Tokens, scores: Floats) -> Floats:
         left = np.full_like(scores, -np.inf)
-        for row, (_, *said) in enumerate(tokens.tolist()):
-            begun = [target for target in allowed if list(target[: len(said)]) == said]
-            following = [target[len(said)] for target in begun if len(target) > len(said)]
+        for row, (_, *prefix) in enumerate(tokens.tolist()):
+            begun = [target for target in allowed if list(target[: len(prefix)]) == prefix]
+            following = [target[len(prefix)] for target in begun if len(target) > len(prefix)]
             left[row, following] = scores[row, following]
         return left
 

@@ -29,7 +29,7 @@ def test_a_finished_row_stays_finished_while_others_go_on() -> None:
     engine = ScriptedEngine({5: [EOS, 9, 9, 9], 6: [7, 8, 7, EOS], 3: [8, 9, EOS]})
     results = decode(engine, [[5], [6], [3]])
     assert results == [Hypothesis((), "eos"), Hypothesis((7, 8, 7), "eos"), Hypothesis((8, 9), "eos")]
-    # After its EOS a row reads padding, whatever it says; with half of the batch it leaves.
+    # After its EOS a row reads padding, whatever it returns; it leaves when half of the batch is finished.
     assert engine.fed == [[[1], [1], [1]], [[0], [7], [8]], [[0], [8], [9]], [[7]]]
 
 
@@ -46,7 +46,7 @@ def test_a_row_without_eos_ends_at_the_limit() -> None:
     assert engine.capacity == Capacity(rows_per_source=1, target_positions=3)
 
 
-def test_the_limit_is_max_target_unless_said() -> None:
+def test_the_default_limit_is_max_target() -> None:
     assert decode(ScriptedEngine({5: [7] * 6}), [[5]]) == [Hypothesis((7,) * 6, "length")]
 
 
@@ -86,7 +86,7 @@ def test_a_source_that_cannot_be_read_is_refused_before_anything_runs(sources: l
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, True])
-def test_a_limit_that_is_no_count_is_refused(value: object) -> None:
+def test_a_limit_that_is_not_a_count_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match="max_new_tokens must be a whole number from 1 up"):
         DecodeOptions(max_new_tokens=value)  # type: ignore[arg-type]
 
@@ -138,7 +138,7 @@ def test_a_row_that_meets_eos_first_changes_nothing_for_the_others(preset: str) 
 
 
 @pytest.mark.parametrize("preset", AUTOREGRESSIVE)
-def test_a_batch_gives_what_its_rows_give_alone_and_again(preset: str) -> None:
+def test_a_batch_gives_the_same_as_its_rows_alone_every_time(preset: str) -> None:
     engine = EagerEngine(tiny({}, base=preset))
     source, mask, _ = drawn_batch(engine.model.config, [6, 1, 30, 4], 1)
     sources = [row[real].tolist() for row, real in zip(source, mask, strict=True)]

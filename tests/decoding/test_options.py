@@ -51,13 +51,13 @@ def test_a_wrong_value_is_refused_with_the_name_and_the_range(name: str, value: 
         DecodeOptions(**{name: value})
 
 
-def test_every_option_has_bounds_that_its_default_keeps_and_a_help() -> None:
+def test_every_option_has_a_help_text_and_a_default_within_its_bounds() -> None:
     assert set(OPTIONS) == {field.name for field in fields(DecodeOptions)}
     assert [name for name, record in OPTIONS.items() if record.wrong(name, getattr(DecodeOptions(), name))] == []
     assert [name for name, record in OPTIONS.items() if not record.help.endswith(".")] == []
 
 
-def test_all_that_is_wrong_is_said_at_once() -> None:
+def test_all_wrong_values_are_reported_at_once() -> None:
     with pytest.raises(ConfigError, match=r"^decode options refused: num_beams must .*; top_p must .*"):
         DecodeOptions(num_beams=0, top_p=3)
 
@@ -122,7 +122,7 @@ def test_a_parallel_model_refuses_what_needs_one_token_after_another() -> None:
         decode(TableEngine(spec=spec), [[5]], DecodeOptions(num_beams=2, stop=[[3]]))
 
 
-def test_what_asks_a_parallel_model_for_nothing_is_not_refused() -> None:
+def test_empty_options_are_not_refused_for_a_parallel_model() -> None:
     spec = type(WORDS)(**{**WORDS.__dict__, "decoding": "parallel", "length": "eos"})
     nothing = {key: [] for key in ("prefix", "suppress_tokens", "forced_tokens", "bad_words", "stop", "processors")}
     assert DecodeOptions(**nothing).limit(spec) == 32
@@ -130,7 +130,7 @@ def test_what_asks_a_parallel_model_for_nothing_is_not_refused() -> None:
         DecodeOptions(**nothing, length_penalty=0.0).limit(spec)
 
 
-def test_arrays_of_ids_are_as_good_as_lists() -> None:
+def test_arrays_of_ids_work_like_lists() -> None:
     lists = {
         "prefix": [9, 8],
         "suppress_tokens": [3, 4],
@@ -140,7 +140,7 @@ def test_arrays_of_ids_are_as_good_as_lists() -> None:
         "shortlist": list(range(3, 20)),
     }
     arrays = {**lists, **{name: np.array(lists[name]) for name in ("prefix", "suppress_tokens", "forced_tokens")}}
-    arrays |= {name: [np.array(one, np.int32) for one in lists[name]] for name in ("bad_words", "stop")}
+    arrays |= {name: [np.array(word, np.int32) for word in lists[name]] for name in ("bad_words", "stop")}
     arrays["shortlist"] = np.array(lists["shortlist"], np.int16)
     assert DecodeOptions(**arrays) == DecodeOptions(**lists)
     assert decode(TableEngine(), [[5], [6]], DecodeOptions(**arrays)) == decode(
@@ -148,7 +148,7 @@ def test_arrays_of_ids_are_as_good_as_lists() -> None:
     )
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
-    given = DecodeOptions(sample=True, temperature=np.float32(0.5), top_k=np.int64(4), timeout_s=np.float64(30))
+def test_numpy_numbers_work_like_python_numbers() -> None:
+    options = DecodeOptions(sample=True, temperature=np.float32(0.5), top_k=np.int64(4), timeout_s=np.float64(30))
     plain = DecodeOptions(sample=True, temperature=0.5, top_k=4, timeout_s=30)
-    assert decode(TableEngine(), [[5]], given) == decode(TableEngine(), [[5]], plain)
+    assert decode(TableEngine(), [[5]], options) == decode(TableEngine(), [[5]], plain)

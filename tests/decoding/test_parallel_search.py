@@ -74,10 +74,10 @@ def test_the_length_head_decides_how_long_a_target_is(changes: dict) -> None:
     sources = drawn_sources(model)
     results = decode(EagerEngine(model), sources)
     lengths = []
-    for ids, one in zip(sources, results, strict=True):
+    for ids, result in zip(sources, results, strict=True):
         scores = length_scores(model, ids)
         lengths.append(scores.index(max(scores)) + 1)
-        assert one == Hypothesis(tuple(logits_alone(model, ids, lengths[-1]).argmax(-1).tolist()), "eos")
+        assert result == Hypothesis(tuple(logits_alone(model, ids, lengths[-1]).argmax(-1).tolist()), "eos")
     assert len(set(lengths)) > 1
 
 
@@ -87,7 +87,7 @@ def test_an_eos_cut_target_ends_at_its_first_eos() -> None:
     assert endless.length is None
     sources = drawn_sources(endless)
     raw = [logits_alone(endless, ids, 24).argmax(-1).tolist() for ids in sources]
-    # A token that some rows say and others do not plays EOS; the numbers do not depend on which one it is.
+    # A token that only some rows contain stands in for EOS; the numbers do not depend on which one it is.
     eos = next(token for row in raw for token in row[1:] if token > 2 and not all(token in other for other in raw))
     model = nat({"length": "eos", "eos_id": eos}).double()
     expected = [

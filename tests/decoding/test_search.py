@@ -28,12 +28,12 @@ def log_softmax(logits: Floats) -> Floats:
 
 
 def greedy_by_hand(source: list[int], limit: int) -> list[int]:
-    said = [BOS]
-    while len(said) <= limit:
-        said.append(int(hashed_logits(tuple(source), tuple(said)).argmax()))
-        if said[-1] == EOS:
+    tokens = [BOS]
+    while len(tokens) <= limit:
+        tokens.append(int(hashed_logits(tuple(source), tuple(tokens)).argmax()))
+        if tokens[-1] == EOS:
             break
-    return said[1:]
+    return tokens[1:]
 
 
 def forced_score(source: list[int], tokens: tuple[int, ...], finish: str) -> list[float]:
@@ -45,7 +45,7 @@ def forced_score(source: list[int], tokens: tuple[int, ...], finish: str) -> lis
     ]
 
 
-def test_greedy_says_the_arg_max_of_every_step() -> None:
+def test_greedy_takes_the_arg_max_of_every_step() -> None:
     for result, source in zip(decode(TableEngine(), SOURCES), SOURCES, strict=True):
         expected = greedy_by_hand(source, 32)
         assert [*result.tokens, *([EOS] if result.finish == "eos" else [])] == expected
@@ -57,7 +57,7 @@ def test_rows_leave_the_batch_when_half_of_them_are_finished() -> None:
     rows = [shape[0] for shape, _ in engine.calls]
     lengths = [len(greedy_by_hand(source, 32)) for source in SOURCES]
     alive = [sum(length > step for length in lengths) for step in range(max(lengths))]
-    # As few as there are while more than half go on; never a row more than twice as many.
+    # At least as many rows as unfinished targets, but fewer than twice as many.
     assert all(going <= row < 2 * going or row == going for row, going in zip(rows, alive, strict=True))
     assert rows[-1] < len(SOURCES) / 2
     assert engine.n_states == 0
@@ -90,11 +90,11 @@ def test_log_probabilities_are_those_of_the_tokens(name: str) -> None:
     results = decode(TableEngine(), SOURCES, options)
     for best, source in zip(results, SOURCES, strict=True):
         for result in (best, *best.alternatives):
-            each = forced_score(source, result.tokens, result.finish)[len(options.prefix) :]
-            assert result.log_probs == pytest.approx(each[: len(result.log_probs)], abs=1e-5)
+            log_probs = forced_score(source, result.tokens, result.finish)[len(options.prefix) :]
+            assert result.log_probs == pytest.approx(log_probs[: len(result.log_probs)], abs=1e-5)
             assert len(result.log_probs) == len(result.tokens) - len(options.prefix)
-            penalty = len(each) ** options.length_penalty if options.num_beams > 1 else 1
-            assert result.score == pytest.approx(sum(each) / penalty, abs=1e-4)
+            penalty = len(log_probs) ** options.length_penalty if options.num_beams > 1 else 1
+            assert result.score == pytest.approx(sum(log_probs) / penalty, abs=1e-4)
 
 
 def test_a_wide_beam_finds_the_best_of_all_targets() -> None:
@@ -102,8 +102,8 @@ def test_a_wide_beam_finds_the_best_of_all_targets() -> None:
     spec = replace(WORDS, vocab_size=6, max_target=3, width=6)
     spec = replace(spec, vocab_size=80)
 
-    def logits_of(source: tuple[int, ...], said: tuple[int, ...]) -> Floats:
-        return np.concatenate([hashed_logits(source, said, 6), np.full(74, -40, np.float32)])
+    def logits_of(source: tuple[int, ...], tokens: tuple[int, ...]) -> Floats:
+        return np.concatenate([hashed_logits(source, tokens, 6), np.full(74, -40, np.float32)])
 
     every = [
         (tokens, finish)
@@ -114,14 +114,14 @@ def test_a_wide_beam_finds_the_best_of_all_targets() -> None:
 
     def score(source: tuple[int, ...], tokens: tuple[int, ...], finish: str) -> float:
         whole = (*tokens, EOS) if finish == "eos" else tokens
-        said = [log_softmax(logits_of(source, (BOS, *whole[:place])))[token] for place, token in enumerate(whole)]
-        return float(np.sum(said))
+        log_probs = [log_softmax(logits_of(source, (BOS, *whole[:place])))[token] for place, token in enumerate(whole)]
+        return float(np.sum(log_probs))
 
     options = DecodeOptions(num_beams=36, length_penalty=0.0, early_stopping="never", num_return_sequences=2)
     for source in SOURCES:
         best = decode(TableEngine(logits_of, spec), [source], options)[0]
-        ranked = sorted(every, key=lambda one: -score(tuple(source), *one))[:2]
-        assert [(one.tokens, one.finish) for one in (best, *best.alternatives)] == ranked
+        ranked = sorted(every, key=lambda target: -score(tuple(source), *target))[:2]
+        assert [(result.tokens, result.finish) for result in (best, *best.alternatives)] == ranked
 
 
 def test_beams_begin_with_one_row_and_ask_the_engine_for_its_best() -> None:
@@ -172,7 +172,7 @@ def test_the_best_columns_of_a_large_vocabulary_are_those_of_a_sort(vocab_size: 
 
 
 @pytest.mark.parametrize("place", [0, 511, 599])
-def test_a_score_that_is_no_number_is_an_error_wherever_it_stands(place: int) -> None:
+def test_a_nan_score_is_an_error_in_any_column(place: int) -> None:
     scores = np.zeros((2, 600), np.float32)
     scores[1, place] = np.nan
     with pytest.raises(SpecMismatch, match="scores are not numbers"):
@@ -191,14 +191,14 @@ def chi_square(counts: Counter[int], expected: Floats) -> float:
 
 
 def narrowed(options: DecodeOptions) -> Floats:
-    """Return the distribution of a first token, computed in the plainest way."""
+    """Return the distribution of a first token, computed in the simplest way."""
     weights = np.exp(hashed_logits((5,), (BOS,)).astype(np.float64) / options.temperature)
     probabilities = weights / weights.sum()
     order = np.argsort(-probabilities)
     if options.top_k:
         probabilities[order[options.top_k :]] = 0
         probabilities /= probabilities.sum()
-    # The fewest that reach top_p together.
+    # The fewest tokens that together reach top_p.
     n_kept = int((np.cumsum(probabilities[order]) < options.top_p).sum()) + 1
     probabilities[order[n_kept:]] = 0
     probabilities[probabilities < options.min_p * probabilities.max()] = 0
@@ -230,7 +230,7 @@ def test_samples_follow_the_distribution(options: DecodeOptions) -> None:
 def test_other_seeds_give_other_samples_and_the_same_seed_the_same() -> None:
     runs = [decode(TableEngine(), SOURCES, DecodeOptions(sample=True, seed=seed)) for seed in (0, 1, 0)]
     assert runs[0] == runs[2]
-    assert sum(one != other for one, other in zip(runs[0], runs[1], strict=True)) >= 5
+    assert sum(first != second for first, second in zip(runs[0], runs[1], strict=True)) >= 5
 
 
 def test_several_samples_of_a_source_differ_and_read_its_prefix_once() -> None:
@@ -259,7 +259,7 @@ def test_a_prefix_is_read_in_one_call_without_a_vocabulary_and_is_the_same_as_to
 
 
 def test_a_prefix_leaves_less_room() -> None:
-    endless = TableEngine(lambda source, said: np.eye(24, dtype=np.float32)[5])
+    endless = TableEngine(lambda source, tokens: np.eye(24, dtype=np.float32)[5])
     assert decode(endless, [[5]], DecodeOptions(prefix=[7] * 30))[0] == Hypothesis((7,) * 30 + (5, 5), "length")
 
 
@@ -267,30 +267,30 @@ def test_a_prefix_leaves_less_room() -> None:
 def test_controls_hold(beams: int) -> None:
     many = {"num_beams": beams, "max_new_tokens": 16}
 
-    def said(**values: object) -> list[tuple[int, ...]]:
+    def decoded(**values: object) -> list[tuple[int, ...]]:
         return [result.tokens for result in decode(TableEngine(), SOURCES, DecodeOptions(**many, **values))]
 
-    plain = said()
+    plain = decoded()
     assert min(map(len, plain)) < 8
-    assert min(map(len, said(min_new_tokens=8))) >= 8
+    assert min(map(len, decoded(min_new_tokens=8))) >= 8
     common = Counter(token for tokens in plain for token in tokens).most_common(1)[0][0]
-    assert common not in {token for tokens in said(suppress_tokens=[common]) for token in tokens}
+    assert common not in {token for tokens in decoded(suppress_tokens=[common]) for token in tokens}
     first, second = next(pair for tokens in plain for pair in itertools.pairwise(tokens) if pair[0] != pair[1])
-    without = said(bad_words=[[first, second]])
+    without = decoded(bad_words=[[first, second]])
     assert without != plain
     assert (first, second) not in {pair for tokens in without for pair in itertools.pairwise(tokens)}
     assert first in {token for tokens in without for token in tokens}
-    for tokens in said(no_repeat_ngram_size=2, min_new_tokens=14):
+    for tokens in decoded(no_repeat_ngram_size=2, min_new_tokens=14):
         pairs = list(itertools.pairwise((BOS, *tokens)))
         assert len(pairs) == len(set(pairs))
-    assert all(tokens[2] == 19 for tokens in said(forced_tokens=[(2, 19)], min_new_tokens=4))
+    assert all(tokens[2] == 19 for tokens in decoded(forced_tokens=[(2, 19)], min_new_tokens=4))
 
 
 def test_a_repetition_penalty_divides_what_is_positive_and_multiplies_what_is_negative() -> None:
     rows = {(BOS,): [0, 0, 0, 3, 2.5, -1], (BOS, 3): [-9, -9, -9, 3, 1.6, -1], (BOS, 3, 4): [-9, -9, -9, -2, -3, -2.5]}
 
-    def logits_of(source: tuple[int, ...], said: tuple[int, ...]) -> Floats:
-        return np.array(rows[said], np.float32)
+    def logits_of(source: tuple[int, ...], tokens: tuple[int, ...]) -> Floats:
+        return np.array(rows[tokens], np.float32)
 
     spec = replace(WORDS, vocab_size=6, width=6)
     options = DecodeOptions(repetition_penalty=2.0, max_new_tokens=3)
@@ -305,7 +305,7 @@ def test_a_stop_sequence_ends_a_target_and_is_not_part_of_it(beams: int) -> None
     longest = max((result.tokens for result in plain), key=len)
     stop = longest[2:4]
     best = decode(TableEngine(), SOURCES, replace(options, stop=[stop, [23, 23, 23]]))
-    results = [result for each in best for result in (each, *each.alternatives)]
+    results = [result for first in best for result in (first, *first.alternatives)]
     stopped = [result for result in results if result.finish == "stop"]
     assert stopped
     for result in results:
@@ -318,7 +318,7 @@ def test_a_stop_sequence_ends_a_target_and_is_not_part_of_it(beams: int) -> None
 def test_a_stop_text_may_begin_and_end_inside_of_tokens() -> None:
     letters = {3: "he", 4: "llo", 5: "wo", 6: "rld"}
     script = [3, 4, 5, 6, EOS]
-    engine = TableEngine(lambda source, said: np.eye(24, dtype=np.float32)[script[len(said) - 1]])
+    engine = TableEngine(lambda source, tokens: np.eye(24, dtype=np.float32)[script[len(tokens) - 1]])
 
     def text_of(tokens: object) -> str:
         return "".join(letters[token] for token in tokens)
@@ -368,9 +368,9 @@ def test_a_shortlists_scores_are_the_products_with_its_rows(rows: int, listed: i
     ids = sorted({EOS, *draw.permutation(900)[:listed].tolist()})
     scorer = Scorer(engine, DecodeOptions(shortlist=ids))
     for _ in range(2):  # in buffers that are used again
-        found = scorer.logits(StepOut(hidden=hidden))
-        np.testing.assert_allclose(found, hidden[:, -1].astype(float) @ matrix[ids].T.astype(float), atol=1e-4)
-        assert found.shape == (rows, len(ids))
+        logits = scorer.logits(StepOut(hidden=hidden))
+        np.testing.assert_allclose(logits, hidden[:, -1].astype(float) @ matrix[ids].T.astype(float), atol=1e-4)
+        assert logits.shape == (rows, len(ids))
 
 
 def test_a_shortlist_goes_with_controls() -> None:
@@ -381,7 +381,7 @@ def test_a_shortlist_goes_with_controls() -> None:
 
 
 @pytest.mark.parametrize("beams", [1, 2])
-def test_a_users_processor_sees_what_was_said_and_what_comes(beams: int) -> None:
+def test_a_users_processor_sees_the_tokens_so_far_and_the_next_scores(beams: int) -> None:
     seen = []
 
     def processor(tokens: Tokens, scores: Floats) -> Floats:
@@ -415,10 +415,10 @@ def test_controls_that_forbid_everything_are_an_error(way: dict) -> None:
 
 @pytest.mark.parametrize("top_k", [2, 12])
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_an_engine_that_says_no_numbers_is_an_error(way: dict, top_k: int) -> None:
-    def broken(source: tuple[int, ...], said: tuple[int, ...]) -> Floats:
-        logits = hashed_logits(source, said)
-        if len(said) > 2:
+def test_an_engine_that_returns_nan_is_an_error(way: dict, top_k: int) -> None:
+    def broken(source: tuple[int, ...], tokens: tuple[int, ...]) -> Floats:
+        logits = hashed_logits(source, tokens)
+        if len(tokens) > 2:
             logits[7] = np.nan
         return logits
 
@@ -428,11 +428,11 @@ def test_an_engine_that_says_no_numbers_is_an_error(way: dict, top_k: int) -> No
     assert engine.n_states == 0
 
 
-# What else is told.
+# Other results.
 
 
 @pytest.mark.parametrize("options", [DecodeOptions(), DecodeOptions(num_beams=3), DecodeOptions(prefix=[9])], ids=str)
-def test_alignments_stand_beside_the_tokens_that_they_chose(options: DecodeOptions) -> None:
+def test_alignments_belong_to_the_tokens_that_they_chose(options: DecodeOptions) -> None:
     engine = TableEngine(spec=ALIGNED)
     for result, source in zip(decode(engine, SOURCES, options), SOURCES, strict=True):
         n_prefix = len(options.prefix)
@@ -456,7 +456,7 @@ def test_a_right_to_left_target_has_everything_in_reading_order() -> None:
 
 
 @pytest.mark.parametrize("options", [DecodeOptions(), DecodeOptions(num_beams=3)], ids=str)
-def test_a_deadline_cancels_what_is_not_finished(options: DecodeOptions) -> None:
+def test_a_deadline_cancels_unfinished_targets(options: DecodeOptions) -> None:
     whole = decode(TableEngine(), SOURCES, options)
     engine = TableEngine()
     with Decoding(engine, SOURCES, options, deadline=float("inf")) as decoding:
@@ -475,7 +475,7 @@ def test_a_deadline_cancels_what_is_not_finished(options: DecodeOptions) -> None
     assert engine.n_states == 0
 
 
-def test_a_timeout_that_is_over_at_once_says_nothing() -> None:
+def test_a_timeout_that_has_already_passed_gives_no_tokens() -> None:
     engine = TableEngine()
     results = decode(engine, SOURCES[:2], DecodeOptions(timeout_s=1e-9))
     assert results == [Hypothesis((), "cancelled")] * 2
@@ -484,9 +484,9 @@ def test_a_timeout_that_is_over_at_once_says_nothing() -> None:
 
 def test_tokens_so_far_can_be_read_between_steps() -> None:
     with Decoding(TableEngine(), [[5]], DecodeOptions(prefix=[9])) as decoding:
-        said = [decoding.tokens_so_far()]
+        targets = [decoding.tokens_so_far()]
         while decoding.advance():
-            said.append(decoding.tokens_so_far())
-        assert said[0] == (9,)
-        assert [len(tokens) for tokens in said] == list(range(1, len(said) + 1))
+            targets.append(decoding.tokens_so_far())
+        assert targets[0] == (9,)
+        assert [len(tokens) for tokens in targets] == list(range(1, len(targets) + 1))
         assert decoding.results()[0].tokens == decoding.tokens_so_far()

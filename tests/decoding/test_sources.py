@@ -42,10 +42,10 @@ def drawn_sources(count: int) -> list[list[int]]:
     return [draw.integers(3, 64, draw.integers(1, 30)).tolist() for _ in range(count)]
 
 
-def sizes_told(model: Model, sources: Sequence[list[int]], **options: int) -> list[int]:
-    told: list[int] = []
-    model.generate(sources, GREEDY, progress=told.append, **options)
-    return told
+def batch_sizes(model: Model, sources: Sequence[list[int]], **options: int) -> list[int]:
+    sizes: list[int] = []
+    model.generate(sources, GREEDY, progress=sizes.append, **options)
+    return sizes
 
 
 def assert_same(results: Sequence[Hypothesis], expected: Sequence[Hypothesis]) -> None:
@@ -66,12 +66,12 @@ def test_every_source_is_in_one_batch_that_fits_the_budget(
     batches = batches_of(lengths, rows, target, budget)
     order = [index for batch in batches for index in batch]
     assert sorted(order) == list(range(len(lengths)))
-    # The longest first; equally long ones as they were given.
+    # The longest first; equally long ones in their original order.
     assert order == sorted(order, key=lambda index: (-lengths[index], index))
     for batch, following in zip(batches, [*batches[1:], []], strict=True):
         positions = rows * (max(lengths[index] for index in batch) + target)
         assert len(batch) == 1 or len(batch) * positions <= budget
-        # No batch is smaller than it must be.
+        # No batch is smaller than necessary.
         assert not following or (len(batch) + 1) * positions > budget
 
 
@@ -79,7 +79,7 @@ def test_batches_by_example() -> None:
     assert batches_of([3, 9, 4, 9, 1], rows_per_source=2, target_positions=1, budget=40) == [[1, 3], [2, 0, 4]]
     assert batches_of([3, 900, 4], rows_per_source=1, target_positions=10, budget=1) == [[1], [2], [0]]
     assert batches_of([], rows_per_source=1, target_positions=10, budget=1) == []
-    # An engine that takes two sources, and one of more than 5 tokens; 0 is an error, and the engine's to say.
+    # An engine that takes two sources, and one of more than 5 tokens; 0 is an error that the engine reports.
     most = {9: 1, 4: 2, 3: 2, 1: 0}
     lengths, budget = [3, 9, 4, 1, 1], 1000
     results = batches_of(lengths, 1, 10, budget, lambda longest, rows: most[longest] // rows)
@@ -110,21 +110,21 @@ def test_a_parallel_model_decodes_in_batches_too() -> None:
     assert_same(model.generate(sources, options, batch_tokens=100), expected)
 
 
-def test_progress_is_told_after_each_batch() -> None:
+def test_progress_is_reported_after_each_batch() -> None:
     model, sources = loaded("transformer-tiny"), [[7] * 10, [8] * 2, [9] * 10, [7] * 3, [5]]
-    assert sizes_told(model, sources) == [5]
-    assert sizes_told(model, sources, batch_tokens=40) == [2, 3]
-    assert sizes_told(model, sources, batch_tokens=1) == [1] * 5
+    assert batch_sizes(model, sources) == [5]
+    assert batch_sizes(model, sources, batch_tokens=40) == [2, 3]
+    assert batch_sizes(model, sources, batch_tokens=1) == [1] * 5
 
 
 def test_hundreds_of_sources_are_more_than_one_batch() -> None:
-    told = sizes_told(loaded("transformer-tiny"), drawn_sources(300))
-    assert sum(told) == 300
-    assert len(told) == 2
+    sizes = batch_sizes(loaded("transformer-tiny"), drawn_sources(300))
+    assert sum(sizes) == 300
+    assert len(sizes) == 2
 
 
 class Clock:
-    """A time that passes when it is told to."""
+    """A clock that advances only on request."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -144,7 +144,7 @@ def test_a_deadline_holds_for_the_whole_call(monkeypatch: pytest.MonkeyPatch) ->
     assert results == [Hypothesis((), "cancelled"), expected[1], expected[2]]
 
 
-def test_a_deadline_that_is_past_in_the_middle_of_a_batch_keeps_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadline_in_the_middle_of_a_batch_keeps_the_tokens_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, steps = Clock(monkeypatch), []
 
     def slow(tokens: np.ndarray, scores: np.ndarray) -> np.ndarray:
@@ -188,7 +188,7 @@ def test_everything_is_checked_before_anything_is_decoded(
     ],
     ids=str,
 )
-def test_an_argument_that_is_something_else_is_refused_before_anything_is_decoded(values: dict, reason: str) -> None:
+def test_an_argument_of_the_wrong_type_is_refused_before_anything_is_decoded(values: dict, reason: str) -> None:
     model = loaded("transformer-tiny")
     with pytest.raises(ConfigError, match=f"^call refused: {reason}$"):
         model.generate([[7]], **values)
@@ -198,6 +198,6 @@ def test_an_argument_that_is_something_else_is_refused_before_anything_is_decode
 
 
 @pytest.mark.parametrize("value", [0, -5, 2.5, True, "8192"])
-def test_a_budget_that_is_no_count_is_refused(value: int) -> None:
+def test_a_budget_that_is_not_a_count_is_refused(value: int) -> None:
     with pytest.raises(ConfigError, match="batch_tokens must be a whole number from 1 up, found"):
         loaded("transformer-tiny").generate([[7]], batch_tokens=value)

@@ -1,4 +1,4 @@
-"""Streams of models: what they tell is what generate gives, in ids and in text; stops and prefixes as text."""
+"""Streams of models: they send what generate returns, in ids and in text; stops and prefixes as text."""
 
 import asyncio
 import sys
@@ -42,8 +42,8 @@ OPTIONS = {
 }
 
 
-def told(events: list[Event]) -> tuple[tuple[int, ...], str | None, Hypothesis | None]:
-    """Return all that the events of a stream say together."""
+def joined(events: list[Event]) -> tuple[tuple[int, ...], str | None, Hypothesis | None]:
+    """Return the tokens, text and hypothesis of all events of a stream together."""
     texts = [event.text for event in events]
     assert all(event.hypothesis is None for event in events[:-1])
     assert all((text is None) == (texts[0] is None) for text in texts)
@@ -57,23 +57,23 @@ def test_a_stream_gives_what_generate_gives(preset: str, choice: str) -> None:
     model, source = loaded(preset), [9, 30, 12, 7]
     [whole] = model.generate([source], OPTIONS[choice])
     events = list(model.stream(np.array(source, np.int32), OPTIONS[choice]))
-    assert told(events) == (whole.tokens, None, whole)
+    assert joined(events) == (whole.tokens, None, whole)
     assert len(events) >= 12
     assert asyncio.run(collected(model.stream(source, OPTIONS[choice]))) == events
 
 
-def test_a_parallel_model_tells_everything_in_one_event() -> None:
+def test_a_parallel_model_sends_everything_in_one_event() -> None:
     model = loaded("transformer-nat-tiny")
     [whole] = model.generate([[9, 30, 12]])
     assert list(model.stream([9, 30, 12])) == [Event(whole.tokens, None, whole)]
     assert len(whole.tokens) > 1
 
 
-def test_text_is_told_in_pieces(text_model: Model) -> None:
+def test_text_is_sent_in_pieces(text_model: Model) -> None:
     options = DecodeOptions(max_new_tokens=6)
     events = list(text_model.stream("w9 w30 w12", options))
     assert [event.text for event in events] == ["w31", " w8", " w31", " w8", " w31", " w8"]
-    assert told(events)[1:] == (words(events[-1].hypothesis.tokens), text_model.generate(["w9 w30 w12"], options)[0])
+    assert joined(events)[1:] == (words(events[-1].hypothesis.tokens), text_model.generate(["w9 w30 w12"], options)[0])
 
 
 def test_the_text_of_a_prefix_is_part_of_the_first_piece(text_model: Model) -> None:
@@ -84,17 +84,17 @@ def test_the_text_of_a_prefix_is_part_of_the_first_piece(text_model: Model) -> N
     events = list(text_model.stream("w9 w30 w12", by_text))
     assert events[0].tokens == whole.tokens[:3]
     assert events[0].text == words(whole.tokens[:3])
-    assert told(events) == (whole.tokens, whole.text, whole)
+    assert joined(events) == (whole.tokens, whole.text, whole)
 
 
-def test_text_is_cut_before_a_stop_and_no_part_of_the_stop_is_told(text_model: Model) -> None:
+def test_text_is_cut_before_a_stop_and_no_part_of_the_stop_is_sent(text_model: Model) -> None:
     # Greedily: w31 w8 w31 w8 w31 w8 w31 w26 w39 w36 w51 w28. The stop ends in the middle of a word.
     options = DecodeOptions(max_new_tokens=12, stop=["1 w8 w31 w26 w3", "w8 w40"])
     [result] = text_model.generate(["w9 w30 w12"], options)
     assert (result.finish, result.text) == ("stop", "w31 w8 w31 w8 w3")
     assert result.tokens == (31, 8, 31, 8, 31, 8, 31, 26, 39)
     events = list(text_model.stream("w9 w30 w12", options))
-    assert told(events) == (result.tokens, result.text, result)
+    assert joined(events) == (result.tokens, result.text, result)
 
 
 def test_a_stop_that_is_part_of_the_prefix_ends_nothing(text_model: Model) -> None:
@@ -105,22 +105,22 @@ def test_a_stop_that_is_part_of_the_prefix_ends_nothing(text_model: Model) -> No
         [result] = text_model.generate(["w9 w30 w12"], options)
         assert (result.finish, result.text[:5]) == ("length", "w7 w8")
         assert result.tokens == whole.tokens or beams > 1
-    # It may begin there: what the model says first completes it.
+    # A stop may begin in the prefix: the model's first token completes it.
     first = words(whole.tokens[2:3])
     options = replace(plain, stop=["w7", f"8 {first}"])
     [result] = text_model.generate(["w9 w30 w12"], options)
     assert (result.finish, result.text, result.tokens) == ("stop", "w7 w", whole.tokens[:3])
-    assert told(list(text_model.stream("w9 w30 w12", options))) == (result.tokens, result.text, result)
+    assert joined(list(text_model.stream("w9 w30 w12", options))) == (result.tokens, result.text, result)
 
 
 def test_a_stop_in_ids_is_cut_out_of_text_and_tokens(text_model: Model) -> None:
     options = DecodeOptions(max_new_tokens=12, stop=[(8, 31, 26)])
     [result] = text_model.generate(["w9 w30 w12"], options)
     assert (result.tokens, result.text) == ((31, 8, 31, 8, 31), "w31 w8 w31 w8 w31")
-    assert told(list(text_model.stream("w9 w30 w12", options))) == (result.tokens, result.text, result)
+    assert joined(list(text_model.stream("w9 w30 w12", options))) == (result.tokens, result.text, result)
 
 
-# Bytes of characters with two to four of them, so that random tokens are now and then a character.
+# Bytes of two- to four-byte characters, so that random tokens sometimes form a character.
 BYTES_OF_SOME = {
     "byte level": byte_level_spelling("éЖ€😀 \nab"),
     "byte fallback": ["▁a", "b", "▁", ".", "\n", *byte_spelling("éЖ€😀")],
@@ -128,7 +128,7 @@ BYTES_OF_SOME = {
 
 
 @pytest.mark.parametrize("kind", BYTES_OF_SOME)
-def test_samples_of_bytes_are_told_as_generate_writes_them(
+def test_sampled_bytes_are_streamed_as_generate_writes_them(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = loaded(TINY)
@@ -143,7 +143,7 @@ def test_samples_of_bytes_are_told_as_generate_writes_them(
             max_new_tokens=16, sample=True, temperature=3.0, seed=seed, suppress_tokens=others, stop=stops
         )
         [whole] = model.generate([[9, 30]], options)
-        assert told(list(model.stream([9, 30], options))) == (whole.tokens, whole.text, whole)
+        assert joined(list(model.stream([9, 30], options))) == (whole.tokens, whole.text, whole)
         characters |= {*(whole.text or "")}
         stopped += whole.finish == "stop"
     assert characters >= {"é", "a", "b", "\ufffd"}
@@ -158,20 +158,20 @@ def test_alternatives_have_text_too(text_model: Model) -> None:
     assert len(set(texts)) == 3
 
 
-def test_a_source_that_was_cut_says_so_in_the_last_event(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_last_event_reports_a_source_that_was_cut(caplog: pytest.LogCaptureFixture) -> None:
     *_, last = loaded(TINY).stream([7] * 300, DecodeOptions(max_new_tokens=3), truncate=True)
     assert last.hypothesis is not None
     assert last.hypothesis.dropped == 44
     assert caplog.messages == ["sources cut to max_source = 256: tokens dropped [44]"]
 
 
-def test_a_source_that_is_changed_before_the_first_event_is_the_one_that_was_given() -> None:
+def test_changing_a_source_before_the_first_event_has_no_effect() -> None:
     model, options = loaded(TINY), DecodeOptions(max_new_tokens=8)
     source = np.array([9, 30, 12])
     [whole] = model.generate([source], options)
     stream = model.stream(source, options)
     source[:] = 40
-    assert told(list(stream))[0] == whole.tokens
+    assert joined(list(stream))[0] == whole.tokens
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_a_source_that_is_changed_before_the_first_event_is_the_one_that_was_giv
         ([7], DecodeOptions(sample=True, num_return_sequences=2), ConfigError, "found num_return_sequences = 2"),
     ],
 )
-def test_what_cannot_be_streamed_is_refused_at_once(
+def test_sources_and_options_that_cannot_be_streamed_are_refused_at_once(
     source: str | list[int], options: DecodeOptions | None, error: type[Exception], reason: str
 ) -> None:
     with pytest.raises(error, match=reason):
@@ -202,7 +202,7 @@ def test_what_cannot_be_streamed_is_refused_at_once(
 
 @contextmanager
 def spec_of(model: Model, **changes: Any) -> Iterator[None]:
-    """Let a model have another contract for a while."""
+    """Give a model another contract for a while."""
     bundle = model.bundle
     model.bundle = replace(bundle, manifest=replace(bundle.manifest, spec=replace(bundle.spec, **changes)))
     try:
@@ -229,12 +229,14 @@ def test_a_model_that_writes_from_right_to_left_takes_no_text_to_begin_or_stop_w
         text_model.generate(["w9"], options)
 
 
-def test_a_prefix_that_no_utf_8_can_say_is_refused(text_model: Model) -> None:
+def test_a_prefix_that_is_not_valid_unicode_is_refused(text_model: Model) -> None:
     with pytest.raises(SpecMismatch, match=r"a text must be valid Unicode, found 'w5 \\udc80'"):
         text_model.stream("w5", DecodeOptions(prefix="w5 \udc80"))
 
 
-def test_stops_in_text_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_texts_without_the_tokenizers_package_say_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bundle = bundle_with_text(tmp_path / "bundle")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     model = fatdeploy.load(bundle.path)
@@ -244,28 +246,28 @@ def test_stops_in_text_say_what_to_install(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("preset", [TINY, "fat-tiny"])
-def test_many_streams_at_once_tell_what_each_would_tell_alone_and_give_every_state_back(
+def test_many_concurrent_streams_match_single_ones_and_release_every_state(
     preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, options = loaded(preset), DecodeOptions(max_new_tokens=16)
     engine: Any = model._engine
-    given: list[str] = []
+    states: list[str] = []
     encode, release = engine.encode, engine.release
-    monkeypatch.setattr(engine, "encode", lambda *all_: (given.append("out"), encode(*all_))[1])
-    monkeypatch.setattr(engine, "release", lambda state: (release(state), given.append("back"))[0])
+    monkeypatch.setattr(engine, "encode", lambda *all_: (states.append("out"), encode(*all_))[1])
+    monkeypatch.setattr(engine, "release", lambda state: (release(state), states.append("back"))[0])
     draw = np.random.default_rng(8)
     sources = [draw.integers(3, 64, draw.integers(1, 6)).tolist() for _ in range(24)]
     alone = [result.tokens for result in model.generate(sources, options, batch_tokens=1)]
-    given.clear()
+    states.clear()
 
     async def some(index: int) -> tuple[int, ...]:
         """Read a stream to its end, or leave it on the way."""
-        found: list[int] = []
+        tokens: list[int] = []
         async for event in model.stream(sources[index], options):
-            found += event.tokens
-            if index % 3 == 1 and len(found) > index // 3:
+            tokens += event.tokens
+            if index % 3 == 1 and len(tokens) > index // 3:
                 break
-        return tuple(found)
+        return tuple(tokens)
 
     async def together() -> list[tuple[int, ...]]:
         tasks = [asyncio.create_task(some(index)) for index in range(len(sources))]
@@ -275,11 +277,11 @@ def test_many_streams_at_once_tell_what_each_would_tell_alone_and_give_every_sta
         results = await asyncio.gather(*tasks, return_exceptions=True)
         return [() if isinstance(result, BaseException) else result for result in results]
 
-    found = asyncio.run(together())
+    targets = asyncio.run(together())
     for index in range(len(sources)):
-        assert alone[index][: len(found[index])] == found[index]
-        assert index % 3 or len(found[index]) == len(alone[index])
-    assert eventually(lambda: given.count("out") == given.count("back"))
-    assert given.count("out") >= 16
-    # The buffers are as good as new.
+        assert alone[index][: len(targets[index])] == targets[index]
+        assert index % 3 or len(targets[index]) == len(alone[index])
+    assert eventually(lambda: states.count("out") == states.count("back"))
+    assert states.count("out") >= 16
+    # The buffers can be used again.
     assert [result.tokens for result in model.generate(sources, options, batch_tokens=1)] == alone

@@ -1,4 +1,4 @@
-"""Streams on scripted engines: whatever ends one gives its state back, but never while a step runs."""
+"""Streams on scripted engines: however one ends, its state is released, but never while a step runs."""
 
 import asyncio
 import gc
@@ -43,7 +43,7 @@ def test_a_target_that_ends_at_the_limit_has_its_last_token_in_the_last_event() 
     assert events == [Event((7,)), Event((8,), None, Hypothesis((7, 8), "length"))]
 
 
-def test_steps_that_tell_nothing_are_no_events() -> None:
+def test_steps_without_new_tokens_are_not_events() -> None:
     options = DecodeOptions(stop=[(7, 8, 9)])
     events = list(stream_of(GatedEngine([4, 7, 8, 3, 7, EOS]), options))
     whole = Hypothesis((4, 7, 8, 3, 7), "eos")
@@ -52,13 +52,13 @@ def test_steps_that_tell_nothing_are_no_events() -> None:
     assert events == [Event((4,)), Event((), None, Hypothesis((4,), "stop"))]
 
 
-def test_what_is_not_told_in_reading_order_is_told_at_the_end() -> None:
+def test_targets_generated_out_of_reading_order_are_sent_at_the_end() -> None:
     engine = GatedEngine([7, 8, 9, EOS], replace(SPEC, target_order="right_to_left"))
     whole = Hypothesis((9, 8, 7), "eos")
     assert list(stream_of(engine, in_reading_order=False)) == [Event((9, 8, 7), None, whole)]
 
 
-def test_nothing_runs_before_the_first_event_is_asked_for() -> None:
+def test_nothing_runs_before_the_first_event_is_requested() -> None:
     engine = GatedEngine([7, 8, EOS])
     stream = stream_of(engine)
     iter(stream)
@@ -67,7 +67,7 @@ def test_nothing_runs_before_the_first_event_is_asked_for() -> None:
     assert (engine.encoded, len(engine.fed)) == (1, 1)
 
 
-# What ends it.
+# How a stream ends.
 
 
 def test_the_state_goes_back_with_the_last_event() -> None:
@@ -137,7 +137,7 @@ def test_an_error_in_a_step_ends_a_stream_and_gives_the_state_back() -> None:
     assert list(stream) == []
 
 
-def test_a_deadline_ends_a_stream_with_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadline_ends_a_stream_with_the_tokens_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [50.0]
     monkeypatch.setattr(decode, "monotonic", lambda: now[0])
 
@@ -146,9 +146,9 @@ def test_a_deadline_ends_a_stream_with_what_was_said(monkeypatch: pytest.MonkeyP
         return scores
 
     engine = GatedEngine([7, 8, 9, EOS])
-    # The 8 may begin a stop sequence, so it is told only when no more can follow.
+    # The 8 may begin a stop sequence, so it is sent only when no more can follow.
     stream = stream_of(engine, DecodeOptions(timeout_s=1.5, stop=[(8, 9, 9)], processors=[slow]))
-    # The time before the first event is asked for does not count.
+    # The time before the first event is requested does not count.
     now[0] += 10
     assert list(stream) == [Event((7,)), Event((8,), None, Hypothesis((7, 8), "cancelled"))]
     assert engine.released == 1
@@ -202,8 +202,8 @@ def test_threads_that_close_a_stream_all_at_once_give_its_state_back_once() -> N
             stream.close()
 
         with ThreadPoolExecutor(4) as threads:
-            for one in [threads.submit(job) for job in (read, close, close, close)]:
-                one.result(PATIENCE)
+            for future in [threads.submit(job) for job in (read, close, close, close)]:
+                future.result(PATIENCE)
         assert engine.released == engine.encoded
 
 

@@ -1,4 +1,4 @@
-"""The doctor, run as a command in environments made for it: packages on a path, a driver made by the compiler."""
+"""The doctor, run as a command in environments made for it: packages on a path, a compiled driver."""
 
 import json
 import os
@@ -59,7 +59,7 @@ class Environment:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # A driver that is really here finds no device then; one that a test made does not care.
+        # Hides devices from a real driver; a driver compiled by a test ignores it.
         self.variables = {"CUDA_VISIBLE_DEVICES": "-1"}
         (folder / "click").symlink_to(Path(click.__file__).parent)
 
@@ -165,7 +165,7 @@ def test_gpu_providers_that_are_listed_are_not_called_working(environment: Envir
     )
 
 
-def test_what_would_overwrite_the_gpu_package_is_not_offered_beside_it(environment: Environment) -> None:
+def test_packages_that_would_overwrite_the_gpu_package_are_not_offered(environment: Environment) -> None:
     environment.install("onnxruntime-gpu", "onnxruntime", GPU)
     parts = {part["name"]: part for part in environment.report()["parts"]}
     assert parts["onnxruntime"]["install"] is None
@@ -173,7 +173,7 @@ def test_what_would_overwrite_the_gpu_package_is_not_offered_beside_it(environme
     assert parts["torch"]["detail"].startswith("in another environment, for it brings onnxruntime")
 
 
-def test_both_onnxruntimes_are_a_conflict_with_one_repair_said_last(environment: Environment) -> None:
+def test_both_onnxruntimes_are_a_conflict_with_one_repair_named_last(environment: Environment) -> None:
     environment.install("onnxruntime", "onnxruntime", CPU)
     environment.install("onnxruntime-gpu", "onnxruntime", GPU)
     ran = environment.run()
@@ -304,8 +304,8 @@ def test_a_human_sees_versions_commands_and_devices(environment: Environment, co
 
 
 def missing_of(report: dict[str, Any]) -> dict[tuple[str, str], list[str]]:
-    assert all(one["works"] == (not one["missing"]) for one in report["targets"])
-    return {(one["target"], one["work"]): one["missing"] for one in report["targets"]}
+    assert all(target["works"] == (not target["missing"]) for target in report["targets"])
+    return {(target["target"], target["work"]): target["missing"] for target in report["targets"]}
 
 
 def test_without_a_gpu_rtx_engines_can_be_compiled_and_everything_else_says_what_is_missing(
@@ -321,9 +321,9 @@ def test_without_a_gpu_rtx_engines_can_be_compiled_and_everything_else_says_what
     }
     environment.install("tensorrt-rtx", "tensorrt_rtx")
     environment.install("cuda-python", "cuda/bindings")
-    found = missing_of(environment.report())
-    assert found["tensorrt-rtx", "build engines"] == []
-    assert found["tensorrt-rtx", "run"] == [device]
+    missing = missing_of(environment.report())
+    assert missing["tensorrt-rtx", "build engines"] == []
+    assert missing["tensorrt-rtx", "run"] == [device]
 
 
 def test_with_a_gpu_and_its_packages_every_target_works_and_a_broken_package_is_missing(
@@ -336,9 +336,9 @@ def test_with_a_gpu_and_its_packages_every_target_works_and_a_broken_package_is_
     environment.install("cuda-python", "cuda/bindings")
     assert set(map(tuple, missing_of(environment.report()).values())) == {()}
     shutil.rmtree(environment.folder / "tensorrt")
-    found = missing_of(environment.report())
-    assert found["tensorrt", "build engines"] == found["tensorrt", "run"] == ["tensorrt"]
-    assert found["tensorrt-rtx", "run"] == []
+    missing = missing_of(environment.report())
+    assert missing["tensorrt", "build engines"] == missing["tensorrt", "run"] == ["tensorrt"]
+    assert missing["tensorrt-rtx", "run"] == []
 
 
 def test_a_driver_that_does_not_work_is_a_problem(environment: Environment, compiled: Compile) -> None:
@@ -362,7 +362,7 @@ def test_a_driver_that_does_not_work_is_a_problem(environment: Environment, comp
     ],
     ids=["two-devices", "no-device", "no-device-by-code", "unknown-code", "no-names", "no-function"],
 )
-def test_the_driver_s_answer_is_told_whatever_it_is(compiled: Compile, made: tuple[Any, ...], expected: Cuda) -> None:
+def test_any_answer_of_the_driver_is_shown(compiled: Compile, made: tuple[Any, ...], expected: Cuda) -> None:
     assert cuda_here(str(compiled(*made))) == expected
 
 

@@ -103,7 +103,7 @@ ACCEPTED = [
     ["something else", "quite another thing"],
     ["one more"],
 ]
-# As sacrebleu wants them; None where a source has fewer.
+# In sacrebleu's layout; None where a source has fewer references.
 STREAMS = [
     ["the cat sat on a mat .", "a dog, a plan", "something else", "one more"],
     ["there was a cat on the mat .", None, "quite another thing", None],
@@ -132,7 +132,7 @@ def test_bleu_and_chrf_say_how_they_were_computed() -> None:
     assert bleu(["a"], [["a"]]).detail.startswith("nrefs:1|")
 
 
-def test_what_is_right_everywhere_has_full_marks() -> None:
+def test_perfect_hypotheses_have_the_best_scores() -> None:
     right = ["a b c d e", "one two three four"]
     scores = {name: metric(right, [[text] for text in right]).value for name, metric in METRICS.items()}
     rates = {"token_error_rate": 0.0, "sequence_error_rate": 0.0}
@@ -148,7 +148,7 @@ def test_what_is_right_everywhere_has_full_marks() -> None:
         (["a", "b"], [["a"], []], r"expected a reference for every source, found none for source 1 \(from 0\)"),
     ],
 )
-def test_what_does_not_go_together_is_refused(
+def test_mismatched_hypotheses_and_references_are_refused(
     name: str, hypotheses: list[str], references: list[list[str]], reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason):

@@ -1,4 +1,4 @@
-"""README and docs: code blocks run, commands parse, links lead somewhere, and tables say what the code says."""
+"""README and docs: code blocks run, commands parse, links resolve, and tables match the code."""
 
 import re
 import sys
@@ -23,7 +23,7 @@ FOREIGN = {"--help", "--check", "--strict"}
 
 @pytest.fixture
 def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a working folder with a bundle by the name that the examples use."""
+    """Return a working folder with a bundle under the name that the examples use."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "fat.bundle").symlink_to(bundle_of("fat-tiny").path)
     return tmp_path
@@ -34,15 +34,15 @@ def run_python(block: Block) -> None:
 
 
 def example(name: str, words: str) -> Block:
-    """Return the Python block of a page that has these words."""
+    """Return the Python block of a page that contains these words."""
     [block] = [block for block in blocks("python") if block.page == ROOT / name and words in block.code]
     return block
 
 
 def command(name: str) -> click.Command:
-    found = main.get_command(click.Context(main), name)
-    assert found is not None, name
-    return found
+    subcommand = main.get_command(click.Context(main), name)
+    assert subcommand is not None, name
+    return subcommand
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)

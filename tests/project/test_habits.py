@@ -55,7 +55,7 @@ def make_targets() -> set[str]:
 
 
 def made_targets(text: str) -> set[str]:
-    """Return what ``make`` is called for in lines of shell; ``NAME=value`` is a setting, not a target."""
+    """Return the targets of ``make`` calls in lines of shell; ``NAME=value`` is a setting, not a target."""
     calls = re.findall(r"\bmake((?: +[\w-]+(?:=\S+)?)+)", text)
     return {word for call in calls for word in call.split() if "=" not in word}
 
@@ -132,7 +132,7 @@ def test_only_the_job_that_publishes_can_prove_its_identity_and_it_waits_for_all
     }
     assert set(jobs["publish"]["needs"]) == jobs.keys() - {"publish"}
     assert jobs["publish"]["environment"] == "release"
-    # It runs no code of the repository: nothing but these two actions sees the identity.
+    # It runs no code of the repository: only these two actions see the identity.
     assert [step["uses"].partition("@")[0] for step in jobs["publish"]["steps"]] == [
         "actions/download-artifact",
         "pypa/gh-action-pypi-publish",
@@ -222,7 +222,7 @@ def test_no_module_unpickles_opens_connections_or_loads_foreign_code() -> None:
     modules = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     assert len(modules) > 100
     uses = {str(path.relative_to(ROOT)): forbidden_uses(path.read_text()) for path in modules}
-    assert {name: found for name, found in uses.items() if found} == {}
+    assert {name: reasons for name, reasons in uses.items() if reasons} == {}
 
 
 @pytest.mark.parametrize(

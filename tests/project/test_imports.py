@@ -67,7 +67,7 @@ def test_device_side_files_import_nothing_of_the_exporter_not_even_inside_of_a_f
 
 
 def modules_in(folder: Path) -> list[Path]:
-    """Return the modules of a folder and of all folders in it, but not of those that links lead to."""
+    """Return the modules of a folder and of all folders in it, without following links."""
     return sorted(Path(place, name) for place, _, names in os.walk(folder) for name in names if name.endswith(".py"))
 
 
@@ -82,7 +82,7 @@ def forbidden_imports(folder: Path) -> list[str]:
 
 
 def executed(path: Path) -> ast.Module:
-    """Return the code of a module; without what type checkers alone read in the file that names the public calls."""
+    """Return the code of a module; of an ``__init__.py``, without its imports for type checkers."""
     tree = ast.parse(path.read_text())
     if path.name == "__init__.py":
         tree.body = [
@@ -150,14 +150,14 @@ def test_every_folder_is_a_package_of_at_most_14_modules(folder: str) -> None:
     names: dict[Path, set[str]] = {}
     for path in modules_in(ROOT / folder):
         names.setdefault(path.parent, set()).add(path.name)
-    assert [str(place) for place, found in names.items() if "__init__.py" not in found] == []
-    assert [str(place) for place, found in names.items() if len(found - {"__init__.py"}) > 14] == []
+    assert [str(place) for place, modules in names.items() if "__init__.py" not in modules] == []
+    assert [str(place) for place, modules in names.items() if len(modules - {"__init__.py"}) > 14] == []
 
 
 def names_imported(node: ast.AST) -> list[str]:
     if isinstance(node, ast.ImportFrom):
-        return [f"{node.module}.{one.name}" for one in node.names]
-    return [one.name for one in node.names] if isinstance(node, ast.Import) else []
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
 
 
 def test_the_block_would_notice_an_import_of_torch() -> None:
@@ -264,13 +264,13 @@ def test_an_application_on_a_cpu_loads_nothing_of_tensorrt() -> None:
     assert modules_of_tensorrt_after("fatdeploy.runtimes.model") == []
 
 
-def test_what_is_of_tensorrt_would_be_noticed() -> None:
+def test_a_loaded_tensorrt_module_would_be_noticed() -> None:
     loaded = modules_of_tensorrt_after("fatdeploy.runtimes.engines.trt.cuda")
     assert {"fatdeploy.runtimes.engines.trt", "fatdeploy.runtimes.engines.trt.cuda"} <= set(loaded)
 
 
 def modules_of_tensorrt_after(module: str) -> list[str]:
-    """Return which modules of TensorRT, of CUDA and of ours for them an import of a module loads."""
+    """Return the modules of TensorRT and CUDA, and ours for them, that importing a module loads."""
     kinds = ("fatdeploy.runtimes.engines.trt", "fatdeploy.runtimes.doctor.cuda_driver", "tensorrt", "cuda.")
     code = f"import sys; import {module}; print(*(name for name in sys.modules if name.startswith({kinds})))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""The README: short, its numbers from the committed results, its proof in the words that the command prints."""
+"""The README: short, with numbers from the committed results and the proof as the command prints it."""
 
 import re
 import subprocess
@@ -56,10 +56,10 @@ def test_its_proof_is_in_the_words_of_verify() -> None:
 def test_nothing_in_the_repository_names_this_machine() -> None:
     files = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT, check=True).stdout.split()
     private = re.compile(r"/(work|root|home)/\w|pypi\.org|files\.pythonhosted")
-    found = [
+    matches = [
         f"{name}: {match.group()}"
         for name in files
         if (ROOT / name).is_file() and name != "tests/project/test_readme.py"
         for match in private.finditer((ROOT / name).read_text(errors="replace"))
     ]
-    assert not found
+    assert not matches

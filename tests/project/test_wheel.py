@@ -1,4 +1,4 @@
-"""The wheel as a device gets it: what is in it, what it installs, how big that is, and that it works there."""
+"""The wheel as a device gets it: its contents, what it installs, how big that is, and that it works."""
 
 import importlib.metadata
 import json
@@ -56,11 +56,11 @@ class Device:
         return run(self.folder / "bin" / command[0], *command[1:], folder=self.folder)
 
     def installed(self) -> frozenset[str]:
-        found = importlib.metadata.distributions(path=[str(self.packages)])
-        return frozenset(canonicalize_name(distribution.name) for distribution in found)
+        distributions = importlib.metadata.distributions(path=[str(self.packages)])
+        return frozenset(canonicalize_name(distribution.name) for distribution in distributions)
 
     def needed_by(self, name: str) -> set[str]:
-        """Return a distribution and all that it requires, and what those require."""
+        """Return a distribution and everything it requires, directly or not."""
         (distribution,) = importlib.metadata.distributions(name=name, path=[str(self.packages)])
         needs = [Requirement(text) for text in distribution.requires or []]
         direct = [need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
@@ -69,7 +69,7 @@ class Device:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a copy of what git knows of: no junk beside it can reach the wheel, links stay links."""
+    """Return a copy of the files git tracks: no junk can reach the wheel, and links stay links."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in run("git", "ls-files", "-z", folder=REPOSITORY).rstrip("\0").split("\0"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def wheel(checkout: Path) -> Path:
 @pytest.fixture(scope="module")
 def device(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Device:
     folder = tmp_path_factory.mktemp("device")
-    # Without pip, which this environment's pip stands in for: what is there afterwards is what we brought.
+    # Without its own pip (this environment's pip installs), so that it contains only what we install.
     venv.create(folder, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")
     constraints = str(REPOSITORY / "constraints.txt")
@@ -120,9 +120,9 @@ def test_the_bundled_model_is_in_the_wheel_whole(wheel: Path, checkout: Path) ->
     folder = checkout / "export" / "g2p" / "checkpoint"
     place = "fatdeploy/export/g2p/checkpoint/"
     with zipfile.ZipFile(wheel) as archive:
-        found = {name: archive.read(name) for name in archive.namelist() if name.startswith(place)}
-    assert found == {place + path.name: path.read_bytes() for path in folder.iterdir()}
-    assert {place + name for name in ("config.json", "model.safetensors", "tokenizer.json", "NOTICE")} <= found.keys()
+        packed = {name: archive.read(name) for name in archive.namelist() if name.startswith(place)}
+    assert packed == {place + path.name: path.read_bytes() for path in folder.iterdir()}
+    assert {place + name for name in ("config.json", "model.safetensors", "tokenizer.json", "NOTICE")} <= packed.keys()
 
 
 def test_a_wheel_made_from_the_source_archive_has_the_same_files(wheel: Path, checkout: Path) -> None:

@@ -1,4 +1,4 @@
-"""The gate of quantized bundles: what is counted and refused, what a certificate says, and what is kept to pass."""
+"""The gate of quantized bundles: what it counts and refuses, what it certifies, and what it keeps to pass."""
 
 import json
 import shutil
@@ -67,15 +67,15 @@ SAID = Quantization("any", 7, {"output": "int8 static"}, enforced=True)
 
 
 class FollowingEngine(ScriptedEngine):
-    """Says after each token what the rules say, however many tokens it reads at once."""
+    """Follows the rules after each token, however many tokens it reads at once."""
 
     def __init__(self) -> None:
         super().__init__({first: [first] for first in RULES})
         self.encoded = 0
 
-    def encode(self, *given: Any) -> list[list[int]]:
+    def encode(self, *arguments: Any) -> list[list[int]]:
         self.encoded += 1
-        return super().encode(*given)
+        return super().encode(*arguments)
 
     def step(self, tokens: Tokens, state: list[list[int]], want: Want) -> StepOut:
         logits = np.zeros((*tokens.shape, self.spec.vocab_size), np.float32)
@@ -96,11 +96,11 @@ def bytes_of(**arrays: Any) -> bytes:
 
 
 def judged_bundle(folder: Path, certificate: object) -> Bundle:
-    """Return a bundle that is judged by the material, with a certificate."""
+    """Return a bundle with the material that judges it and a certificate."""
     plain = json.loads(bundle_of(TINY).file(PARITY).read_text())
     values = {**plain, **certificate} if isinstance(certificate, dict) else certificate
-    said = {"parity_json": json.dumps(values).encode(), "gate_npz": bytes_of(**vars(MATERIAL))}
-    return hollow_bundle(folder, SAID, **said)
+    files = {"parity_json": json.dumps(values).encode(), "gate_npz": bytes_of(**vars(MATERIAL))}
+    return hollow_bundle(folder, SAID, **files)
 
 
 def certificate_with(bar: float, *, enforced: bool) -> dict[str, Any]:
@@ -113,44 +113,44 @@ def certificate_with(bar: float, *, enforced: bool) -> dict[str, Any]:
 
 
 def test_rows_have_no_more_padding_than_they_need() -> None:
-    found = MATERIAL.rows(slice(2, 4))
-    assert found.source.tolist() == [[7, 9], [8, 0]]
-    assert found.tokens.tolist() == [[2, 0, 0], [3, 4, 2]]
+    rows = MATERIAL.rows(slice(2, 4))
+    assert rows.source.tolist() == [[7, 9], [8, 0]]
+    assert rows.tokens.tolist() == [[2, 0, 0], [3, 4, 2]]
     alone = MATERIAL.rows(slice(3, 4))
     assert (alone.source.tolist(), alone.mask.tolist(), alone.tokens.tolist()) == ([[8]], [[True]], [[3, 4, 2]])
-    assert found.counts.tolist() == [[True, False, False], [True, True, True]]
+    assert rows.counts.tolist() == [[True, False, False], [True, True, True]]
 
 
 @pytest.mark.parametrize(
     ("size", "shapes"), [(3, [(3, 2, 4), (1, 1, 3)]), (2, [(2, 2, 4), (2, 2, 3)]), (9, [(4, 2, 4)])]
 )
 def test_batches_are_all_rows_in_order(size: int, shapes: list[tuple[int, int, int]]) -> None:
-    found = list(MATERIAL.batches(size))
-    assert [(*one.source.shape, one.tokens.shape[1]) for one in found] == shapes
-    assert np.concatenate([one.source[:, 0] for one in found]).tolist() == [5, 6, 7, 8]
-    assert np.concatenate([one.lengths for one in found]).tolist() == [3, 4, 1, 3]
+    batches = list(MATERIAL.batches(size))
+    assert [(*batch.source.shape, batch.tokens.shape[1]) for batch in batches] == shapes
+    assert np.concatenate([batch.source[:, 0] for batch in batches]).tolist() == [5, 6, 7, 8]
+    assert np.concatenate([batch.lengths for batch in batches]).tolist() == [3, 4, 1, 3]
 
 
 def test_a_batch_with_a_long_target_has_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "MOST_STEPS", 6)
-    found = list(repeated(2).batches())
+    batches = list(repeated(2).batches())
     # Targets of 3, 4, 1 and 3 tokens: two of 4 are more than 6 steps, two of 3 are not.
-    assert [one.lengths.tolist() for one in found] == [[3], [4], [1, 3], [3], [4], [1, 3]]
+    assert [batch.lengths.tolist() for batch in batches] == [[3], [4], [1, 3], [3], [4], [1, 3]]
     assert token_agreement(FollowingEngine(), repeated(2)) == TokenAgreement(22, 14, 8, 4)
     monkeypatch.setattr(gate, "MOST_STEPS", 2)
-    assert [one.lengths.tolist() for one in MATERIAL.batches()] == [[3], [4], [1], [3]]
+    assert [batch.lengths.tolist() for batch in MATERIAL.batches()] == [[3], [4], [1], [3]]
 
 
-def test_what_was_said_has_no_end_and_is_in_reading_order() -> None:
+def test_targets_have_no_eos_and_are_in_reading_order() -> None:
     assert MATERIAL.targets(SPEC) == [[3, 4], [3, 3, 3, 3], [], [3, 4]]
     assert MATERIAL.targets(replace(SPEC, target_order="right_to_left")) == [[4, 3], [3, 3, 3, 3], [], [4, 3]]
 
 
 def test_material_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_material(tmp_path / GATE, MATERIAL)
-    found = read_material(hollow_bundle(tmp_path / "bundle", SAID, gate_npz=(tmp_path / GATE).read_bytes()))
+    material = read_material(hollow_bundle(tmp_path / "bundle", SAID, gate_npz=(tmp_path / GATE).read_bytes()))
     for name, array in vars(MATERIAL).items():
-        np.testing.assert_array_equal(getattr(found, name), array, strict=True)
+        np.testing.assert_array_equal(getattr(material, name), array, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_material_is_read_as_it_was_written(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_damaged_material_is_an_error_of_the_bundle(tmp_path: Path, data: bytes, reason: str) -> None:
+def test_damaged_material_is_a_bundle_error(tmp_path: Path, data: bytes, reason: str) -> None:
     bundle = hollow_bundle(tmp_path / "bundle", SAID, gate_npz=data)
     with pytest.raises(BundleError, match=rf"cannot read .*gate\.npz: .*{reason}.*; export the bundle again"):
         read_material(bundle)
@@ -193,15 +193,15 @@ def test_a_bundle_without_material_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("times", [1, 9])
 def test_agreement_is_counted_after_the_references_tokens_and_by_itself(times: int) -> None:
     engine = FollowingEngine()
-    found = token_agreement(engine, repeated(times))
-    # Source 5: all of 3. Source 6: 3, then 4 three times in the place of 3. Source 7: its end. Source 8: all but the
-    # first; by itself it goes another way from there.
-    assert found == TokenAgreement(11 * times, (3 + 1 + 1 + 2) * times, 4 * times, 2 * times)
-    assert found.share == pytest.approx(7 / 11)
+    agreement = token_agreement(engine, repeated(times))
+    # Source 5: all of 3. Source 6: 3, then 4 three times instead of 3. Source 7: its EOS. Source 8: all but the
+    # first; decoding freely it diverges from there.
+    assert agreement == TokenAgreement(11 * times, (3 + 1 + 1 + 2) * times, 4 * times, 2 * times)
+    assert agreement.share == pytest.approx(7 / 11)
     assert engine.released == engine.encoded > 0
 
 
-def test_rows_that_are_the_same_alone_are_apart_by_nothing() -> None:
+def test_rows_that_do_not_depend_on_their_batch_differ_by_zero() -> None:
     engine = FollowingEngine()
     assert check_rows(engine, MATERIAL, "int8") == 0.0
     assert engine.released == engine.encoded == 1 + 4 + 1
@@ -210,12 +210,12 @@ def test_rows_that_are_the_same_alone_are_apart_by_nothing() -> None:
 class Crowded(FollowingEngine):
     """Adds to every logit a number that depends on how many rows there are."""
 
-    each = 0.001
+    per_row = 0.001
 
     def step(self, tokens: Tokens, state: list[list[int]], want: Want) -> StepOut:
         out = super().step(tokens, state, want)
         assert out.logits is not None
-        return replace(out, logits=out.logits + np.float32(self.each * len(state)))
+        return replace(out, logits=out.logits + np.float32(self.per_row * len(state)))
 
 
 def test_a_row_that_depends_on_its_batch_is_refused_by_what_its_precision_allows() -> None:
@@ -230,15 +230,15 @@ def test_a_row_that_depends_on_its_batch_is_refused_by_what_its_precision_allows
     assert check_rows(Crowded(), MATERIAL, "bf16") == pytest.approx(0.003 / 1.001, rel=1e-3)
 
 
-def test_logits_that_are_no_numbers_are_refused() -> None:
+def test_nan_logits_are_refused() -> None:
     engine = Crowded()
-    engine.each = float("nan")
+    engine.per_row = float("nan")
     with pytest.raises(ParityFailed, match="differ from those it gets alone by nan"):
         check_rows(engine, MATERIAL, "bf16")
 
 
 class Remembering(FollowingEngine):
-    """Gives a batch that it has seen before another answer."""
+    """Answers differently when it sees a batch again."""
 
     def step(self, tokens: Tokens, state: list[list[int]], want: Want) -> StepOut:
         out = super().step(tokens, state, want)
@@ -247,7 +247,7 @@ class Remembering(FollowingEngine):
 
 
 @pytest.mark.parametrize("precision", ["int8", "bf16"])
-def test_an_engine_that_answers_twice_differently_is_refused_whatever_its_precision(precision: str) -> None:
+def test_an_engine_that_is_not_repeatable_is_refused_in_every_precision(precision: str) -> None:
     with pytest.raises(ParityFailed, match="the same batch decoded twice gave two answers"):
         check_rows(Remembering(), MATERIAL, precision)
 
@@ -267,7 +267,7 @@ def test_below_an_enforced_bar_is_a_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("bar", "enforced"), [(0.995, False), (7 / 11, True), (0.5, True)])
-def test_what_reaches_its_bar_or_has_none_is_reported(tmp_path: Path, bar: float, enforced: bool) -> None:
+def test_a_bundle_at_its_bar_or_without_one_is_reported(tmp_path: Path, bar: float, enforced: bool) -> None:
     certificate = certificate_with(bar, enforced=enforced)
     bundle = judged_bundle(tmp_path / "bundle", certificate)
     assert asdict(verified_quantized(bundle, FollowingEngine())) == {
@@ -283,7 +283,7 @@ def test_what_reaches_its_bar_or_has_none_is_reported(tmp_path: Path, bar: float
     }
 
 
-def test_without_a_bar_only_what_rounding_can_cost_is_forgiven() -> None:
+def test_without_a_bar_only_the_cost_of_rounding_is_accepted() -> None:
     few, many = Promise(0.75, None), Promise(0.95, None)
     # 3 tokens of few, a hundredth of many; the certified share of 12 tokens is 9 of them, of 1,000 it is 950.
     assert few.lost(Fidelity(12, 6)) is None
@@ -294,18 +294,18 @@ def test_without_a_bar_only_what_rounding_can_cost_is_forgiven() -> None:
     assert many.lost(Fidelity(1000, 940)) is None
     assert many.lost(Fidelity(1000, 939)) is not None
     assert many.lost(Fidelity(1000, 1000)) is None
-    # A bar is all that counts where there is one.
+    # Where there is a bar, nothing else counts.
     assert Promise(1.0, 0.9).lost(Fidelity(1000, 900)) is None
     assert Promise(0.9, 0.95).lost(Fidelity(1000, 949)) is not None
 
 
 def with_scales_times(bundle: Bundle, folder: Path, factor: float) -> Bundle:
-    """Return a copy whose decoder's tensors of floats are multiplied: it loads, hashes are right, numbers are not."""
+    """Return a copy with the decoder's float tensors multiplied: it loads, hashes are right, numbers are not."""
     shutil.copytree(bundle.path, folder)
     data = bytearray(bundle.file(WEIGHTS).read_bytes())
     graph = onnx.load(bundle.file(DECODER), load_external_data=False).graph
     places = set()
-    for tensor in (one for part in graphs_of(graph) for one in part.initializer):
+    for tensor in (initializer for part in graphs_of(graph) for initializer in part.initializer):
         external = {entry.key: entry.value for entry in tensor.external_data}
         if tensor.data_type == onnx.TensorProto.FLOAT and external:
             places.add((int(external["offset"]), int(external["length"])))
@@ -323,8 +323,8 @@ def test_random_weights_that_are_damaged_are_refused_and_those_rounded_otherwise
     assert gated is not None
     assert not gated.enforced
     rounded = with_scales_times(bundle, tmp_path / "rounded", 1 + 2.0**-23)
-    found = verified_quantized(rounded, OrtEngine(rounded, OrtOptions(threads=1)))
-    assert abs(found.same_tokens - gated.agreement.same_tokens) <= 3
+    agreement = verified_quantized(rounded, OrtEngine(rounded, OrtOptions(threads=1)))
+    assert abs(agreement.same_tokens - gated.agreement.same_tokens) <= 3
     damaged = with_scales_times(bundle, tmp_path / "damaged", 1.25)
     with pytest.raises(
         ParityFailed, match=r"of 711 tokens .* rounding .* explains at most 7 tokens: .*; export again with --cpu"
@@ -341,7 +341,7 @@ def test_random_weights_that_are_damaged_are_refused_and_those_rounded_otherwise
         {"gate": {**certificate_with(1, enforced=True)["gate"], "bar": "x"}},
     ],
 )
-def test_a_certificate_without_a_gate_is_an_error_of_the_bundle(tmp_path: Path, certificate: dict[str, Any]) -> None:
+def test_a_certificate_without_a_gate_is_a_bundle_error(tmp_path: Path, certificate: dict[str, Any]) -> None:
     bundle = judged_bundle(tmp_path / "bundle", certificate)
     with pytest.raises(BundleError, match=r"parity\.json cannot be read: gate.*; export the bundle again"):
         verified_quantized(bundle, FollowingEngine())
@@ -386,7 +386,7 @@ def test_a_record_adds_a_kind_of_cpu_and_replaces_one_of_the_same(
         assert (bundle.digest, bundle.manifest.files.keys()) == (first.digest, first.manifest.files.keys())
         certificate = json.loads(bundle.file(PARITY).read_text())
         assert (certificate["gate"]["bar"], certificate["engine"]) == (0.5, "onnxruntime CPU")
-        return [(one["cpu_class"], one["machine"]["cpu"], one["share"]) for one in certificate["checked_on"]]
+        return [(check["cpu_class"], check["machine"]["cpu"], check["share"]) for check in certificate["checked_on"]]
 
     vnni = machine_with("x86_64", ("avx2", "avx512_vnni"), "new")
     assert recorded(vnni, 0.99) == [("x86-vnni", "new", 0.99)]
@@ -395,7 +395,7 @@ def test_a_record_adds_a_kind_of_cpu_and_replaces_one_of_the_same(
     newer = machine_with("x86_64", ("avx2", "avx_vnni"), "newer")
     assert recorded(newer, 0.97) == [("arm64", "small", 0.98), ("x86-vnni", "newer", 0.97)]
     assert (first.path / "notes" / "mine.txt").read_text() == "of a user"
-    assert [one.name for one in tmp_path.iterdir()] == ["bundle"]
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
 
 
 @pytest.mark.parametrize("entries", [3, [3], None])
@@ -406,7 +406,7 @@ def test_a_record_in_a_damaged_certificate_is_refused(tmp_path: Path, entries: o
 
 
 @pytest.mark.parametrize("certificate", [[], 3])
-def test_a_certificate_that_is_no_object_is_refused(tmp_path: Path, certificate: object) -> None:
+def test_a_certificate_that_is_not_an_object_is_refused(tmp_path: Path, certificate: object) -> None:
     with pytest.raises(BundleError, match=r"parity\.json cannot be read: expected an object, found "):
         record_here(judged_bundle(tmp_path / "bundle", certificate), 1.0)
 
@@ -424,9 +424,9 @@ def test_as_few_are_kept_as_pass(total: int) -> None:
 @pytest.mark.parametrize("passing", [{4}, {1, 4, 8}, {2, 3, 7, 8}, {0, 5, 8}])
 def test_what_is_kept_passes_and_one_less_does_not_even_if_more_may_fail(passing: set[int]) -> None:
     tried: set[int] = set()
-    found = fewest_kept([""] * 8, lambda count: tried.add(count) or count in passing)
-    assert found in passing | {8}
-    assert found == 0 or (found - 1 in tried and found - 1 not in passing)
+    fewest = fewest_kept([""] * 8, lambda count: tried.add(count) or count in passing)
+    assert fewest in passing | {8}
+    assert fewest == 0 or (fewest - 1 in tried and fewest - 1 not in passing)
 
 
 @pytest.mark.parametrize(
@@ -463,7 +463,7 @@ def test_a_judgement_in_one_line() -> None:
 
 
 class Numbers:
-    """A tokenizer whose text are ids."""
+    """A tokenizer whose texts are ids."""
 
     n_tokens = 64
 
@@ -473,17 +473,17 @@ class Numbers:
 
 def test_the_reference_itself_is_judged_to_be_right_and_another_model_is_not() -> None:
     reference = EagerEngine(model_of(TINY))
-    sources = [one.source for one in random_examples(reference.spec, 1)[:3]]
+    sources = [example.source for example in random_examples(reference.spec, 1)[:3]]
     most = {"most_steps": RANDOM_STEPS}
-    first = Gate(reference, [Example(one) for one in sources], None, **most)
-    said = [" ".join(map(str, row)) for row in first.material.targets(reference.spec)]
-    # Two of three targets are what it says, the third is something that nobody says.
-    references = [said[0], said[1], " ".join(["x"] * len(said[2].split()))]
+    first = Gate(reference, [Example(source) for source in sources], None, **most)
+    targets = [" ".join(map(str, row)) for row in first.material.targets(reference.spec)]
+    # Two of three references are the model's own targets; no model returns the third.
+    references = [targets[0], targets[1], " ".join(["x"] * len(targets[2].split()))]
     examples = [Example(ids, (text,)) for ids, text in zip(sources, references, strict=True)]
     judged = Gate(reference, examples, Numbers(), metric="token_error_rate", **most).judged(reference)
     n_tokens = int(first.material.lengths.sum())
     assert judged.agreement == TokenAgreement(n_tokens, n_tokens, 3, 3)
-    lengths = [len(row.split()) for row in said]
+    lengths = [len(row.split()) for row in targets]
     expected = 100 * lengths[2] / sum(lengths)
     assert judged.metric is not None
     assert (judged.metric.name, judged.metric.lost) == ("token_error_rate", 0.0)
@@ -505,15 +505,15 @@ def test_targets_of_random_weights_are_cut_and_those_of_trained_ones_are_judged_
     plain, exportable = bundle_of(TINY), exportable_model(model_of(TINY))
     graphs = {part: plain.path / part for part in (ENCODER, DECODER)}
     model = Plain(exportable, Origin(name=TINY, random=random), "ort-cpu", {}, graphs, stage=lambda _: None)
-    asked = QuantizeRequest(
+    request = QuantizeRequest(
         precision="int8", of={"*": "fp32", "output": "int8", EMBEDDING: "int8"}, bar=Bar(agreement=0.5)
     )
     examples = [Example(ids) for ids in (np.array([5, 9, 33]), np.array([40, 8]))]
-    trial = trial_of(model.origin, asked, (examples, examples), None, lambda _: None)
+    trial = trial_of(model.origin, request, (examples, examples), None, lambda _: None)
     write_quantized(model, plain, folder_in(tmp_path), trial)
     material = read_material(read_bundle(tmp_path / "new"))
-    whole = [decode(EagerEngine(exportable), [one.source])[0] for one in examples]
-    lengths = [len(one.tokens) + (one.finish == "eos") for one in whole]
+    whole = [decode(EagerEngine(exportable), [example.source])[0] for example in examples]
+    lengths = [len(hypothesis.tokens) + (hypothesis.finish == "eos") for hypothesis in whole]
     assert max(lengths) > RANDOM_STEPS
     assert material.lengths.tolist() == [min(RANDOM_STEPS, length) if random else length for length in lengths]
 
@@ -540,8 +540,8 @@ def tokenizer_of(kind: Kind, folder: Path) -> Tokenizer:
     return tokenizer_from_file(folder / "tokenizer.json")
 
 
-def silent(said: str) -> None:
-    raise AssertionError(said)
+def silent(message: str) -> None:
+    raise AssertionError(message)
 
 
 @pytest.mark.parametrize(
@@ -559,11 +559,11 @@ def test_ids_without_a_tokenizer_are_symbols() -> None:
     assert metric_of(None, [PAIR], None, silent) == "token_error_rate"
 
 
-def test_without_sacrebleu_it_is_said_which_metric_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_sacrebleu_the_chosen_metric_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
-    tokenizer, said = tokenizer_of("bpe", tmp_path), list[str]()
-    assert metric_of(None, [PAIR], tokenizer, said.append) == "token_error_rate"
-    assert said == ["judging by token_error_rate: bleu needs sacrebleu (pip install 'fatdeploy[eval]')"]
+    tokenizer, messages = tokenizer_of("bpe", tmp_path), list[str]()
+    assert metric_of(None, [PAIR], tokenizer, messages.append) == "token_error_rate"
+    assert messages == ["judging by token_error_rate: bleu needs sacrebleu (pip install 'fatdeploy[eval]')"]
     with pytest.raises(BackendUnavailable, match=r"pip install .*, or choose another metric: --metric token_"):
         metric_of("bleu", [PAIR], tokenizer, silent)
 
@@ -583,13 +583,15 @@ def test_metrics_of_text_are_better_when_they_are_higher() -> None:
     reference, other = EagerEngine(model_of(TINY)), EagerEngine(model_of("at-tiny"))
     examples = [Example(ids) for ids in (np.array([5, 9, 33]), np.array([40, 8]))]
     rows = Gate(reference, examples, None, most_steps=20).material.targets(reference.spec)
-    pairs = [replace(one, references=(" ".join(map(str, row)),)) for one, row in zip(examples, rows, strict=True)]
+    pairs = [
+        replace(example, references=(" ".join(map(str, row)),)) for example, row in zip(examples, rows, strict=True)
+    ]
     for metric in ("bleu", "chrf", "exact_match"):
-        found = Gate(reference, pairs, Numbers(), metric=metric, most_steps=20).judged(other).metric
-        assert found is not None
-        assert found.reference == pytest.approx(100)
-        assert found.lost == pytest.approx(100 - found.quantized)
-        assert found.lost > 50
+        change = Gate(reference, pairs, Numbers(), metric=metric, most_steps=20).judged(other).metric
+        assert change is not None
+        assert change.reference == pytest.approx(100)
+        assert change.lost == pytest.approx(100 - change.quantized)
+        assert change.lost > 50
 
 
 # -- what a quantization must keep -------------------------------------------------------------------------------------
@@ -612,7 +614,7 @@ def test_below_the_bar_every_matrix_is_listed_the_worst_first(tmp_path: Path) ->
         quantizer.written(folder_in(tmp_path), enforced=True)
     rows = [line.split() for line in caught.value.table]
     assert len(rows) == 23
-    assert {name for name, _ in rows} == {one.name for one in quantizer.matrices}
+    assert {name for name, _ in rows} == {matrix.name for matrix in quantizer.matrices}
     assert rows[0][0] == "output"
     errors = [float(error) for _, error in rows]
     assert errors == sorted(errors, reverse=True)
@@ -635,9 +637,9 @@ def test_without_a_bar_to_meet_nothing_is_refused(tmp_path: Path) -> None:
     assert 0.9 < judged.judgement.agreement.share < 1
 
 
-def measured(asked: QuantizeRequest, folder: Path) -> tuple[Quantizer, float]:
+def measured(request: QuantizeRequest, folder: Path) -> tuple[Quantizer, float]:
     """Return a quantizer and the share that it reaches with nothing kept."""
-    quantizer = quantizer_of(TINY, asked)
+    quantizer = quantizer_of(TINY, request)
     return quantizer, quantizer.written(folder, enforced=False).judgement.agreement.share
 
 
@@ -653,31 +655,35 @@ def test_a_recovery_keeps_the_worst_matrices_and_says_which(tmp_path: Path, prec
     assert judged.judgement.agreement.share >= quantizer.request.bar.agreement > share
     assert judged.quantization.enforced
     low = {"int8": "int8 static", "int4": "int4"}[precision]
-    found = judged.quantization.matrices
-    assert {name: found[name] for name in chosen} == {name: higher if name in judged.kept else low for name in chosen}
+    matrices = judged.quantization.matrices
+    assert {name: matrices[name] for name in chosen} == {
+        name: higher if name in judged.kept else low for name in chosen
+    }
     # The embedding is the output matrix.
-    assert found[EMBEDDING] == {"int8": "fp32", "int4": "int8"}[precision]
+    assert matrices[EMBEDDING] == {"int8": "fp32", "int4": "int8"}[precision]
     assert read_bundle(folder).manifest.quantization == replace(judged.quantization, enforced=False)
 
 
 @pytest.mark.parametrize(("precision", "advice"), [("int8", "fp32"), ("int4", "int8")])
-def test_a_recovery_that_keeps_all_in_vain_says_what_to_export(tmp_path: Path, precision: Any, advice: str) -> None:
-    asked = QuantizeRequest(precision=precision, of=FEW, recover=True, bar=Bar(agreement=1.01))
+def test_a_recovery_that_fails_with_all_kept_says_what_to_export(tmp_path: Path, precision: Any, advice: str) -> None:
+    request = QuantizeRequest(precision=precision, of=FEW, recover=True, bar=Bar(agreement=1.01))
     with pytest.raises(
         ParityFailed,
         match=r"even with every matrix in a higher precision \d+\.\d\d% of 711 tokens .*: "
         rf"export with --precision {advice}$",
     ):
-        quantizer_of(TINY, asked).written(folder_in(tmp_path), enforced=True)
+        quantizer_of(TINY, request).written(folder_in(tmp_path), enforced=True)
 
 
-def test_an_embedding_of_its_own_is_looked_at_and_can_be_kept(tmp_path: Path) -> None:
+def test_an_untied_embedding_is_judged_and_can_be_kept(tmp_path: Path) -> None:
     engine, reference = aligned("plain", "ort", 0)
     plain, exportable = engine._bundle, exportable_model(reference.exportable)
-    assert not any(one.tied for one in quantizer_from(plain, exportable, QuantizeRequest(precision="int4")).matrices)
-    asked = QuantizeRequest(precision="int4", of={"*": "fp32", EMBEDDING: "int4"}, bar=Bar(agreement=1.01))
+    assert not any(
+        matrix.tied for matrix in quantizer_from(plain, exportable, QuantizeRequest(precision="int4")).matrices
+    )
+    request = QuantizeRequest(precision="int4", of={"*": "fp32", EMBEDDING: "int4"}, bar=Bar(agreement=1.01))
     with pytest.raises(ParityFailed, match=r"--precision-of 'embedding=int8'") as caught:
-        quantizer_from(plain, exportable, asked).written(folder_in(tmp_path), enforced=True)
+        quantizer_from(plain, exportable, request).written(folder_in(tmp_path), enforced=True)
     ((name, error),) = [line.split() for line in caught.value.table]
     assert name == EMBEDDING
     assert float(error) > 1e-4

@@ -1,4 +1,4 @@
-"""Two engines side by side: what is a tie, what is a miss, and that one wrong token does not hide the next."""
+"""Two engines side by side: ties, misses, and that one wrong token does not hide the next."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ Change = Callable[[int, Logits], None]
 
 
 class ChangedEngine(ScriptedEngine):
-    """Says its script, and then a change of each step's logits, which are 1 for the scripted token and 0 elsewhere."""
+    """Follows its script, then changes each step's logits, which are 1 for the scripted token and 0 elsewhere."""
 
     def __init__(self, change: Change) -> None:
         super().__init__(SCRIPTS)
@@ -61,11 +61,11 @@ def at(step: int, row: int, token: int, value: float) -> Change:
     return change
 
 
-def test_engines_that_say_the_same_agree_on_every_logit() -> None:
-    found = comparison(at(1, 0, 5, 1 + 4e-6))
-    assert found.first_miss is None
-    assert found.expected.tolist() == found.found.tolist() == [[4, 5, 6, 7], [8, 9, 8, 9]]
-    agreement = logit_agreement([found, found])
+def test_engines_with_the_same_tokens_agree_on_every_logit() -> None:
+    result = comparison(at(1, 0, 5, 1 + 4e-6))
+    assert result.first_miss is None
+    assert result.expected.tolist() == result.found.tolist() == [[4, 5, 6, 7], [8, 9, 8, 9]]
+    agreement = logit_agreement([result, result])
     assert (agreement.rows, agreement.tokens, agreement.ties, agreement.smallest_margin) == (4, 16, 0, 1)
     assert agreement.largest_difference == pytest.approx(4e-6, rel=0.1)
     assert agreement.largest_of_bound == pytest.approx(0.4, rel=0.1)
@@ -77,36 +77,36 @@ def test_another_token_within_twice_the_noise_is_a_tie_and_counted_apart() -> No
         at(2, 0, 6, 1 - 9e-6)(step, logits)
         at(2, 0, 2, 1 - 7e-6)(step, logits)
 
-    found = comparison(turned, at(2, 0, 2, 1 - 1.6e-5))
-    assert (found.expected[0, 2], found.found[0, 2]) == (6, 2)
-    assert found.first_miss is None
-    assert found.ties.tolist() == [[False, False, True, False], [False] * 4]
-    assert logit_agreement([found]).ties == 1
+    result = comparison(turned, at(2, 0, 2, 1 - 1.6e-5))
+    assert (result.expected[0, 2], result.found[0, 2]) == (6, 2)
+    assert result.first_miss is None
+    assert result.ties.tolist() == [[False, False, True, False], [False] * 4]
+    assert logit_agreement([result]).ties == 1
 
 
 def test_another_token_beyond_twice_the_noise_is_a_miss_with_its_row_and_step() -> None:
-    found = comparison(at(2, 1, 5, 1.1), at(2, 1, 5, 1 - 3e-5))
-    assert found.first_miss == (1, 2)
-    assert not found.ties.any()
+    result = comparison(at(2, 1, 5, 1.1), at(2, 1, 5, 1 - 3e-5))
+    assert result.first_miss == (1, 2)
+    assert not result.ties.any()
     with pytest.raises(
         ParityFailed,
         match=r"^batch 1, row 1, step 2: the reference says token 8 \(margin 3\.0e-05\), the engine 5; "
         r"logits differ by 1\.0e-01, bound 1\.0e-05$",
     ):
-        logit_agreement([comparison(lambda step, logits: None), found])
+        logit_agreement([comparison(lambda step, logits: None), result])
 
 
 def test_a_tie_does_not_excuse_a_logit_beyond_its_bound() -> None:
-    found = comparison(at(2, 0, 2, 1.5), at(2, 0, 2, 1 - 1e-5))
-    assert found.ties[0, 2]
-    assert found.first_miss == (0, 2)
+    result = comparison(at(2, 0, 2, 1.5), at(2, 0, 2, 1 - 1e-5))
+    assert result.ties[0, 2]
+    assert result.first_miss == (0, 2)
 
 
 def test_a_logit_beyond_the_bound_is_a_miss_although_the_token_is_the_same() -> None:
-    found = comparison(at(3, 1, 0, 2e-5))
-    assert found.found.tolist() == found.expected.tolist()
+    result = comparison(at(3, 1, 0, 2e-5))
+    assert result.found.tolist() == result.expected.tolist()
     with pytest.raises(ParityFailed, match=r"^batch 0, row 1, step 3: logits differ by 2\.0e-05, bound 1\.0e-05$"):
-        logit_agreement([found])
+        logit_agreement([result])
 
 
 def test_the_bound_grows_with_the_rows_own_logits() -> None:
@@ -117,13 +117,13 @@ def test_the_bound_grows_with_the_rows_own_logits() -> None:
         large(step, logits)
         logits[..., 0] = 5e-4
 
-    found = comparison(off, large)
-    np.testing.assert_allclose(found.bounds, [1e-3, 1e-5])
-    assert found.misses.tolist() == [[False] * 4, [True] * 4]
+    result = comparison(off, large)
+    np.testing.assert_allclose(result.bounds, [1e-3, 1e-5])
+    assert result.misses.tolist() == [[False] * 4, [True] * 4]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_logit_that_is_no_number_is_a_miss(value: float) -> None:
+def test_a_nan_logit_is_a_miss(value: float) -> None:
     assert comparison(at(1, 0, 3, value)).first_miss == (0, 1)
     assert comparison(lambda step, logits: None, at(1, 0, 3, np.nan)).first_miss is not None
 
@@ -138,8 +138,8 @@ def test_the_earliest_step_is_named_whatever_its_row() -> None:
 
 def test_both_engines_read_the_references_tokens_after_a_difference() -> None:
     engine, reference = ChangedEngine(at(1, 0, 9, 3)), ChangedEngine(lambda step, logits: None)
-    found = compared(engine, reference, SOURCE, np.ones_like(SOURCE, bool), steps=4)
-    assert found.found[0].tolist() == [4, 9, 6, 7]
+    result = compared(engine, reference, SOURCE, np.ones_like(SOURCE, bool), steps=4)
+    assert result.found[0].tolist() == [4, 9, 6, 7]
     assert engine.fed == reference.fed == [[[1], [1]], [[4], [8]], [[5], [9]], [[6], [8]]]
     assert (engine.released, reference.released) == (1, 1)
 
@@ -154,11 +154,11 @@ def against(source: str, *options: str) -> Result:
 def test_a_bundle_agrees_with_its_model_on_fresh_sources() -> None:
     result = against(TINY, "--n", "10", "--seed", "3", "--json")
     assert result.exit_code == 0, result.stderr
-    found = json.loads(result.stdout)
-    assert found["tokens"] == 12 * 48 + 256
-    assert (found["against"]["rows"], found["against"]["tokens"], found["against"]["ties"]) == (10, 480, 0)
-    assert 0 < found["against"]["largest_of_bound"] <= 1
-    assert found["against"]["smallest_margin"] > 0
+    report = json.loads(result.stdout)
+    assert report["tokens"] == 12 * 48 + 256
+    assert (report["against"]["rows"], report["against"]["tokens"], report["against"]["ties"]) == (10, 480, 0)
+    assert 0 < report["against"]["largest_of_bound"] <= 1
+    assert report["against"]["smallest_margin"] > 0
     line = against(TINY, "--n", "1").stdout.splitlines()[1]
     assert f"against {TINY}: 48 tokens of 1 random sources agree but for 0 ties; all logits within" in line
 
@@ -213,7 +213,7 @@ def test_a_live_model_without_torch_says_what_to_install() -> None:
 
 
 class LeakyEngine(OrtEngine):
-    """A row is moved by its neighbours, or by the decodes before it."""
+    """An engine whose rows are affected by their neighbours or by earlier decodes."""
 
     by_neighbours = by_decodes = 0.0
     decodes = 0

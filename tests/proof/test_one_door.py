@@ -1,4 +1,4 @@
-"""``fatdeploy.verify``: one door for every precision, in Python and on the command line."""
+"""``fatdeploy.verify``: one entry point for every precision, in Python and on the command line."""
 
 import json
 import shutil
@@ -69,14 +69,14 @@ def test_the_emulation_finds_what_the_export_found(precision: str) -> None:
     assert f"{check.same} of {check.tokens} tokens of 13 rows" in check.line()
 
 
-def test_bf16_on_a_cpu_without_kernels_is_an_error_of_ours() -> None:
+def test_bf16_on_a_cpu_without_kernels_is_a_fatdeploy_error() -> None:
     with pytest.raises(FatdeployError, match="bf16"):
         fatdeploy.verify(bundle_in("bf16").path)
 
 
 @pytest.fixture
 def damaged(tmp_path: Path) -> Bundle:
-    """Return an fp16 bundle whose hashes are right and whose weights are not."""
+    """Return an fp16 bundle with correct hashes and wrong weights."""
     bundle = bundle_in("fp16")
     shutil.copytree(bundle.path, tmp_path / "damaged")
     weights = np.fromfile(tmp_path / "damaged" / WEIGHTS, np.float16)
@@ -84,7 +84,7 @@ def damaged(tmp_path: Path) -> Bundle:
     return write_manifest(tmp_path / "damaged", bundle.manifest)
 
 
-def test_half_precision_that_computes_something_else_is_refused(damaged: Bundle) -> None:
+def test_half_precision_with_wrong_results_is_refused(damaged: Bundle) -> None:
     with pytest.raises(ParityFailed, match=r"of 832 tokens are the reference's here .*: this device computes"):
         fatdeploy.verify(damaged.path)
 
@@ -118,7 +118,9 @@ def test_half_precision_with_a_bar_must_reach_it(tmp_path: Path) -> None:
         ("fp32", {"emulated": True, "record": True}, "record is for .*; emulated is for"),
     ],
 )
-def test_what_a_precision_has_no_use_for_is_refused(precision: str, options: dict[str, Any], reason: str) -> None:
+def test_options_that_a_precision_does_not_use_are_refused(
+    precision: str, options: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(ConfigError, match=reason):
         fatdeploy.verify(bundle_in(precision).path, **options)
 

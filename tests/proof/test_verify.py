@@ -1,4 +1,4 @@
-"""The parity certificate: what it says, what it catches, and that checking it needs no torch."""
+"""The parity certificate: what it records, what it catches, and that checking it needs no torch."""
 
 import json
 import shutil
@@ -87,7 +87,7 @@ def test_weights_that_decide_by_chance_are_refused() -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"not a zip", b"PK\x03\x04 cut"])
-def test_a_damaged_probe_file_is_an_error_of_the_bundle(tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_probe_file_is_a_bundle_error(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / PROBES).write_bytes(damage)
     with pytest.raises(BundleError, match=r"cannot read .*probes\.npz"):
         read_probes(tmp_path / PROBES)
@@ -119,7 +119,7 @@ def test_verify_runs_where_torch_and_onnx_cannot_be_imported() -> None:
     assert "832 tokens of 13 rows are the reference's" in run.stdout, run.stderr
 
 
-def test_verify_says_one_line_and_exits_with_1_on_a_miss(tmp_path: Path) -> None:
+def test_verify_prints_one_line_and_exits_with_1_on_a_miss(tmp_path: Path) -> None:
     shutil.copytree(bundle_of(TINY).path, tmp_path / "wrong")
     shutil.copy(bundle_of("fat-tiny").file(PROBES), tmp_path / "wrong" / PROBES)
     write_manifest(tmp_path / "wrong", bundle_of(TINY).manifest)

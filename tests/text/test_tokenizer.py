@@ -1,4 +1,4 @@
-"""Text on a device: characters and symbols are read without the tokenizers package as by it."""
+"""Text on a device: characters and symbols are read as with the tokenizers package, but without it."""
 
 import json
 import subprocess
@@ -41,16 +41,16 @@ def test_a_device_reads_and_writes_what_the_package_does(
         device, package = tokenizer_from_file(path), PackageTokenizer(path.read_text(encoding="utf-8"), path)
     assert isinstance(device, CharacterTokenizer)
     assert device.n_tokens == package.n_tokens == coder.n_tokens
-    # Past the last token: what a model may say and its tokenizer does not know.
+    # Past the last token: ids that a model may return and its tokenizer does not know.
     ids = data.draw(st.lists(st.integers(0, coder.n_tokens + 1)))
     assert device.text(ids) == package.text(ids) == coder.text(ids)
     assert device.n_certain(ids) == package.n_certain(ids) == len(ids)
-    for one in (text, *(side for pair in pairs for side in pair)):
-        found, expected = device.encoded(one), package.encoded(one)
-        assert found.ids.tolist() == expected.ids.tolist() == coder.source_ids(one)
-        assert (found.ids.dtype, found.closing) == (expected.ids.dtype, expected.closing)
+    for sample in (text, *(side for pair in pairs for side in pair)):
+        encoded, expected = device.encoded(sample), package.encoded(sample)
+        assert encoded.ids.tolist() == expected.ids.tolist() == coder.source_ids(sample)
+        assert (encoded.ids.dtype, encoded.closing) == (expected.ids.dtype, expected.closing)
         if kind == "characters":
-            assert device.plain_ids(one) == package.plain_ids(one)
+            assert device.plain_ids(sample) == package.plain_ids(sample)
 
 
 def test_a_part_of_a_target_is_split_as_targets_are(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_part_of_a_target_is_split_as_targets_are(tmp_path: Path) -> None:
     assert device.encoded("L AH").ids.tolist() == coder.source_ids("L AH") == [6, 13, 3, 3]
 
 
-def test_a_text_that_no_utf_8_can_say_is_refused_without_the_package_too(tmp_path: Path) -> None:
+def test_a_text_that_is_not_valid_unicode_is_refused_without_the_package_too(tmp_path: Path) -> None:
     built_tokenizer(PAIRS, "characters").save(tmp_path / "tokenizer.json")
     device = tokenizer_from_file(tmp_path / "tokenizer.json")
     for refusing in (device.encoded, device.plain_ids):
@@ -79,7 +79,7 @@ print(json.dumps([read.n_tokens, read.encoded("ahoy?").ids.tolist(), read.text([
 """
 
 
-def told_without_package(path: Path) -> "subprocess.CompletedProcess[str]":
+def read_without_package(path: Path) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-c", WITHOUT_PACKAGE, str(path)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
 
@@ -93,16 +93,16 @@ def test_characters_and_symbols_are_read_where_the_package_cannot_be_imported(
 ) -> None:
     coder = built_tokenizer(PAIRS, kind)
     coder.save(tmp_path / "tokenizer.json")
-    run = told_without_package(tmp_path / "tokenizer.json")
+    run = read_without_package(tmp_path / "tokenizer.json")
     assert run.stderr == ""
     package = in_package(coder)
-    told = json.loads(run.stdout)
-    assert told == [package.get_vocab_size(), package.encode("ahoy?").ids, package.decode([1, 5, 4, 2])] == expected
+    values = json.loads(run.stdout)
+    assert values == [package.get_vocab_size(), package.encode("ahoy?").ids, package.decode([1, 5, 4, 2])] == expected
 
 
 def test_other_files_need_the_package_and_say_so_where_it_cannot_be_imported(tmp_path: Path) -> None:
     built_tokenizer(PAIRS, "bpe").save(tmp_path / "tokenizer.json")
-    run = told_without_package(tmp_path / "tokenizer.json")
+    run = read_without_package(tmp_path / "tokenizer.json")
     assert "BackendUnavailable: text of " in run.stderr
     assert "tokenizer.json needs tokenizers (import of tokenizers halted" in run.stderr
     assert "pip install 'fatdeploy[text]'" in run.stderr
@@ -137,7 +137,7 @@ def with_an_end(content: Content) -> None:
     "change",
     [with_another_id, with_special_tokens_elsewhere, with_lower_case, with_another_unknown_token, with_an_end],
 )
-def test_a_file_that_is_not_quite_of_our_kinds_is_read_by_the_package(
+def test_a_file_that_differs_from_our_kinds_is_read_by_the_package(
     change: Callable[[Content], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "tokenizer.json"
@@ -154,7 +154,7 @@ def test_a_file_that_is_not_quite_of_our_kinds_is_read_by_the_package(
 @pytest.mark.parametrize(
     "content", [b'{"version": "1.0", ', b"\xff\xfe{", b"[" * 100_000], ids=["cut", "bytes", "deep"]
 )
-def test_a_damaged_file_is_an_error_of_the_bundle_with_or_without_the_package(
+def test_a_damaged_file_is_a_bundle_error_with_or_without_the_package(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
@@ -163,7 +163,7 @@ def test_a_damaged_file_is_an_error_of_the_bundle_with_or_without_the_package(
         tokenizer_from_file(tmp_path / "tokenizer.json")
 
 
-def test_half_a_character_is_no_token(tmp_path: Path) -> None:
+def test_half_a_character_is_not_a_token(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     built_tokenizer([("a", "b")], "characters").save(path)
     path.write_text(path.read_text().replace('"a"', r'"\ud83d"'))
@@ -196,7 +196,7 @@ def test_a_model_takes_and_gives_text_without_the_package(
         events = list(model.stream("hello", short))
         assert "".join(event.text or "" for event in events) == result.text
         assert len([event for event in events if event.text]) > 3
-        # Inside of the text, and for symbols inside of tokens.
+        # Inside the text, and for symbols inside tokens.
         stop = result.text[5:8]
         [stopped] = model.generate(["hello"], replace(short, stop=[stop]))
         assert (stopped.finish, stopped.text) == ("stop", result.text[: result.text.index(stop)])

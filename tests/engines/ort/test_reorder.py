@@ -8,7 +8,7 @@ import pytest
 from fatdeploy.errors import SpecMismatch
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.runtimes.decoding.loop import DecodeOptions, decode
-from fatdeploy.runtimes.engines.ort.engine import Bound, OrtEngine
+from fatdeploy.runtimes.engines.ort.engine import BoundCall, OrtEngine
 from fatdeploy.runtimes.engines.protocol import Capacity, Want
 from fatdeploy.runtimes.engines.row_moves import move_rows, zero_rows
 from fatdeploy.spec import cache_specs, recurrent_specs
@@ -94,7 +94,7 @@ def test_results_are_rebound_only_when_the_number_of_rows_or_the_sources_change(
     engine = OrtEngine(bundle_of(preset))
     state = engine.encode(SOURCE, MASK, Capacity(2, 8))
 
-    made: list[Bound] = []  # kept alive, or a new array might reuse the address of an old one
+    made: list[BoundCall] = []  # kept alive, or a new array might reuse the address of an old one
 
     def bound_after(rows: list[int]) -> list[int]:
         engine.reorder(state, np.array(rows))
