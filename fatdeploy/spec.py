@@ -7,9 +7,9 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fatdeploy.dtypes import HalfDtype
 from fatdeploy.errors import SpecMismatch, in_one_line
 from fatdeploy.records import RecordReader, json_from_record
+from fatdeploy.targets import HalfDtype
 
 Axis = Literal["batch", "rows", "source", "step", "capacity"]
 Tokens = NDArray[np.int64]

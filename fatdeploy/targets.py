@@ -12,6 +12,7 @@ Provider = Literal["cpu", "cuda", "tensorrt"]
 
 FloatPrecision = Literal["fp32", "fp16", "bf16"]
 HalfPrecision = Literal["fp16", "bf16"]
+HalfDtype = Literal["float16", "bfloat16"]  # the same, by the names of tensors
 IntegerPrecision = Literal["int8", "int4"]
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4"]
 
