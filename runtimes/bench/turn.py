@@ -97,8 +97,8 @@ def opened_for(turn: Turn, bundle: Bundle) -> Engine[Any]:
 def check(bundle: Bundle, engine: Engine[Any], *, thorough: bool) -> Checked:
     """Return how many of the reference's tokens a bundle returns here; raise ParityFailed if they are too few.
 
-    fp32 must return all of them, other precisions as many as the bar of the certificate requires; integers without a
-    bar about as many as when they were exported.
+    fp32 must return all of them, other precisions as many as the bar of the certificate requires; without a bar, about
+    as many as when they were exported.
     """
     promised, probes = promise_of(bundle), read_probes(bundle.file(PROBES))
     exact = bundle.manifest.precision == "fp32"
@@ -111,12 +111,8 @@ def check(bundle: Bundle, engine: Engine[Any], *, thorough: bool) -> Checked:
             f"{bundle.path} returns {fidelity.same} of the reference's {fidelity.tokens} tokens, and fp32 must return "
             f"all: no time was recorded; fatdeploy verify {bundle.path}"
         )
-    # Without a bar, the distance between half precision on a device and its emulation is not known yet.
-    judged = quantized or promised.bar is not None
-    if judged and (reason := promised.lost(fidelity)) is not None:
-        # Half precision cannot be verified: the certificate is all that is known.
-        command = "verify" if quantized else "inspect"
-        raise ParityFailed(f"{bundle.path}: {reason}: no time was recorded; fatdeploy {command} {bundle.path}")
+    if (reason := promised.lost(fidelity)) is not None:
+        raise ParityFailed(f"{bundle.path}: {reason}: no time was recorded; fatdeploy verify {bundle.path}")
     return Checked(fidelity, promised, parity)
 
 

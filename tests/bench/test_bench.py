@@ -380,7 +380,7 @@ def test_half_precision_below_its_bar_is_not_timed(monkeypatch: pytest.MonkeyPat
     assert (checked.fidelity.same, checked.promised.share) == (800, parity.agreement)
     barred = replace(certificate, parity=replace(parity, least_agreement=0.995))
     monkeypatch.setattr(promise, "read_certificate", lambda _: barred)
-    with pytest.raises(ParityFailed, match=rf"the bar is 99\.50% .*; fatdeploy inspect {half.path}"):
+    with pytest.raises(ParityFailed, match=rf"the bar is 99\.50% .*; fatdeploy verify {half.path}"):
         bench_turn.check(half, engine, thorough=True)
     monkeypatch.setattr(promise, "read_certificate", lambda _: read_certificate(bundle))
     with pytest.raises(BundleError, match=r"parity\.json is the certificate of an fp32 bundle"):
