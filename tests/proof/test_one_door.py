@@ -70,7 +70,7 @@ def test_the_emulation_finds_what_the_export_found(precision: str) -> None:
 
 
 def test_bf16_on_a_cpu_without_kernels_is_a_fatdeploy_error() -> None:
-    with pytest.raises(FatdeployError, match="bf16"):
+    with pytest.raises(FatdeployError, match=r"bf16, for which onnxruntime.* --emulated"):
         fatdeploy.verify(bundle_in("bf16").path)
 
 

@@ -98,7 +98,7 @@ def _check_bfloat16(bundle: Bundle, options: OrtOptions) -> None:
     if list(options.providers) == ["cpu"]:
         raise BackendUnavailable(
             f"{bundle.path} is in bf16, for which onnxruntime's CPU provider has no kernels. For a CPU export it again "
-            "in fp32: fatdeploy export SOURCE --out DIR"
+            f"in fp32: fatdeploy export SOURCE --out DIR; to check it here: fatdeploy verify {bundle.path} --emulated"
         )
     if importlib.util.find_spec("ml_dtypes") is None:
         raise BackendUnavailable("arrays of bfloat16 need ml_dtypes, not installed here: pip install ml_dtypes")
