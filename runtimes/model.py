@@ -199,7 +199,7 @@ class Model(ClosedOnExit):
         if isinstance(source, ReadSource):
             return source
         encoded = self._needed_tokenizer().encoded(source) if isinstance(source, str) else Encoded(row_of(source))
-        # A copy: a stream reads it later, and the caller may change his array.
+        # A copy: a stream reads it later, and the caller may change the array.
         ids = np.array(encoded.cut(self.spec.max_source) if truncate else encoded.ids)
         return ReadSource(ids, encoded.ids.size - ids.size, encoded.unknown)
 
