@@ -29,8 +29,11 @@ def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run_python(block: Block) -> None:
-    exec(compile(block.code, str(block), "exec"), {"__name__": "example"})
+def run_python(block: Block) -> dict[str, object]:
+    """Run a block; return the names that it defines."""
+    names: dict[str, object] = {"__name__": "example"}
+    exec(compile(block.code, str(block), "exec"), names)
+    return {name: value for name, value in names.items() if not name.startswith("__")}
 
 
 def example(name: str, words: str) -> Block:
@@ -49,7 +52,7 @@ def command(name: str) -> click.Command:
 def test_every_python_block_runs(block: Block, workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "sys.argv" in block.code:
         monkeypatch.setattr(sys, "argv", ["example.py", str(g2p_bundle().path), "station"])
-    run_python(block)
+    assert run_python(block), "the block defines nothing"
 
 
 def test_the_example_of_engines_prints_targets(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,13 +12,13 @@ from click.testing import CliRunner
 
 import fatdeploy
 from fatdeploy.bundle import Bundle, read_bundle, write_manifest
-from fatdeploy.certificate import HalfParity, Parity, read_certificate, write_certificate
+from fatdeploy.certificate import CpuCheck, HalfParity, Parity, read_certificate, write_certificate
 from fatdeploy.cli import main
 from fatdeploy.errors import BackendUnavailable, ConfigError, FatdeployError, ParityFailed
+from fatdeploy.machine import this_machine
 from fatdeploy.manifest import WEIGHTS
-from fatdeploy.runtimes.engines.ort.engine import OrtEngine
-from fatdeploy.runtimes.proof.promise import promise_of
-from fatdeploy.runtimes.proof.verify import GateCheck, HalfCheck, LiveModel, verified_half
+from fatdeploy.runtimes.proof.cpu_checks import cpu_class
+from fatdeploy.runtimes.proof.verify import GateCheck, HalfCheck, LiveModel
 from tests.support.bundles import bundle_of, half_of
 from tests.support.quantized import quantized_of
 
@@ -89,22 +89,22 @@ def test_half_precision_with_wrong_results_is_refused(damaged: Bundle) -> None:
         fatdeploy.verify(damaged.path)
 
 
-def test_half_precision_with_a_bar_must_reach_it(tmp_path: Path) -> None:
-    bundle = bundle_in("fp16")
+@pytest.mark.parametrize("more", [0, 1])
+def test_half_precision_with_a_bar_must_reach_it(tmp_path: Path, more: int) -> None:
+    bundle = bundle_in("bf16")
     shutil.copytree(bundle.path, tmp_path / "barred")
     certificate = read_certificate(bundle)
-    assert isinstance(certificate.parity, HalfParity)
-    write_certificate(
-        tmp_path / "barred", replace(certificate, parity=replace(certificate.parity, least_agreement=1.0))
-    )
-    barred = write_manifest(tmp_path / "barred", bundle.manifest)
-    assert promise_of(barred).bar == 1.0
-    check = verified_half(bundle, OrtEngine(bundle))
-    if check.same < check.tokens:
-        with pytest.raises(ParityFailed, match=r"the bar is 100\.00%"):
-            fatdeploy.verify(barred.path)
+    parity = certificate.parity
+    assert isinstance(parity, HalfParity)
+    assert parity.same < parity.tokens  # or no bar would be too high
+    bar = (parity.same + more) / parity.tokens
+    write_certificate(tmp_path / "barred", replace(certificate, parity=replace(parity, least_agreement=bar)))
+    write_manifest(tmp_path / "barred", bundle.manifest)
+    if more:
+        with pytest.raises(ParityFailed, match=rf"{parity.same} of 832 tokens .* the bar is {bar:.2%}"):
+            fatdeploy.verify(tmp_path / "barred", emulated=True)
     else:
-        assert fatdeploy.verify(barred.path).result.tokens == check.tokens
+        assert f"the bar is {bar:.2%}" in fatdeploy.verify(tmp_path / "barred", emulated=True).line()
 
 
 @pytest.mark.parametrize(
@@ -143,5 +143,11 @@ def test_without_the_exporter_the_live_model_is_an_error_that_says_what_to_insta
 def test_a_recorded_cpu_is_in_the_certificate(tmp_path: Path) -> None:
     bundle = quantized_of(TINY, "int8")
     shutil.copytree(bundle.path, tmp_path / "copy")
+    write_certificate(tmp_path / "copy", replace(read_certificate(bundle), checked_on=()))
+    write_manifest(tmp_path / "copy", bundle.manifest)
+    check = fatdeploy.verify(tmp_path / "copy", threads=1).result
+    assert read_certificate(read_bundle(tmp_path / "copy")).checked_on == ()
     fatdeploy.verify(tmp_path / "copy", record=True, threads=1)
-    assert len(read_certificate(read_bundle(tmp_path / "copy")).checked_on) == 1
+    [recorded] = read_certificate(read_bundle(tmp_path / "copy")).checked_on
+    assert isinstance(check, GateCheck)
+    assert recorded == CpuCheck(cpu_class(this_machine()), check.share, this_machine())
