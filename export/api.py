@@ -3,10 +3,11 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fatdeploy.errors import ConfigError
+from fatdeploy.errors import BackendUnavailable, ConfigError
 from fatdeploy.exporter import need_export_packages
 from fatdeploy.targets import DEFAULT_TARGET, TARGETS, Precision, Target, either, engine_targets
 
@@ -89,9 +90,6 @@ def engine_stage(
 
     A build that is impossible is refused here, before anything is traced.
     """
-    from functools import partial
-
-    from fatdeploy.errors import BackendUnavailable
     from fatdeploy.runtimes.engines.trt.build.build import BuildRequest, finish_bundle, planned
 
     flavour = TARGETS[target].flavour
@@ -102,6 +100,8 @@ def engine_stage(
     if engines is False:
         return partial(finish_bundle, target=flavour, plan=None, stage=progress)
     request = BuildRequest(flavour=flavour) if engines is True else engines
+    if request.flavour != flavour:
+        raise ConfigError(f"engines for {target} are built by {flavour}, found a request for {request.flavour}")
     try:
         plan = planned(request, spec)
     except BackendUnavailable as error:

@@ -7,6 +7,7 @@ import pytest
 import fatdeploy
 from fatdeploy.errors import BackendUnavailable, ConfigError, FatdeployError
 from fatdeploy.export.models.exportable import Choices
+from fatdeploy.runtimes.engines.trt.build.build import BuildRequest
 from tests.support.bundles import bundle_of, model_of
 
 TINY = "transformer-tiny"
@@ -38,6 +39,10 @@ def test_a_model_itself_is_exported_with_its_choices(tmp_path: Path) -> None:
         ({"precision": "int2"}, "precision must be one of fp32, fp16, bf16, int8 or int4, found 'int2'"),
         ({"precision": "fp16"}, "ort-cpu takes fp32, int8 or int4, found fp16"),
         ({"precision": "int4", "target": "onnx"}, "onnx takes .*, found int4"),
+        (
+            {"target": "tensorrt-rtx", "engines": BuildRequest(flavour="tensorrt")},
+            "engines for tensorrt-rtx are built by tensorrt-rtx, found a request for tensorrt",
+        ),
         ({"engines": False}, "no engines are built for ort-cpu: say --target tensorrt or tensorrt-rtx"),
     ],
 )
