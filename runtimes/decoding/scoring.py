@@ -21,9 +21,11 @@ class Scorer:
         self.processors = processors_of(options, engine.spec)
         self._listed: NDArray[np.int64] | None = None
         self._matrix: Floats | None = None  # [n, M]
+        self._bias: Floats | None = None  # [n]
         if options.shortlist is not None:
             self._listed = np.unique([*options.shortlist, engine.spec.eos_id]).astype(np.int64)
             self._matrix = engine.output_rows(self._listed)
+            self._bias = engine.output_bias(self._listed)
         self._scratch: dict[str, Floats] = {}
 
     @property
@@ -86,6 +88,8 @@ class Scorer:
         rows = hidden if len(hidden) > 1 else np.repeat(hidden, 2, 0)
         result = self._buffer("product", (len(rows), len(matrix)))
         multiply(rows, matrix, result)
+        if self._bias is not None:
+            np.add(result, self._bias, out=result)
         return result[: len(hidden)]
 
     def _log_sums(self, shifted: Floats) -> Floats:
