@@ -64,8 +64,11 @@ def _centre(model: ReferenceModel, generator: torch.Generator) -> None:
     """Subtract from the hidden state and the length head their mean over random sources and targets."""
     config = model.config
     source, target = (
-        torch.randint(0, config.vocab_size, (32, min(length, longest)), generator=generator)
-        for length, longest in ((16, config.max_source), (24, config.max_target))
+        torch.randint(0, n_ids, (32, min(length, longest)), generator=generator)
+        for n_ids, length, longest in (
+            (model.spec.n_source_ids, 16, config.max_source),
+            (config.vocab_size, 24, config.max_target),
+        )
     )
     if config.parallel:
         target = torch.full_like(target, config.bos_id)
