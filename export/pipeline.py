@@ -341,7 +341,7 @@ def _drawn(tensor: TensorSpec, sizes: dict[str, int], spec: ModelSpec, draw: np.
         # Right-padded: every row has its first token.
         return np.arange(shape[-1]) < draw.integers(1, shape[-1] + 1, (*shape[:-1], 1))
     if tensor.dtype == "int64":
-        return draw.integers(0, spec.vocab_size, shape)
+        return draw.integers(0, spec.n_source_ids if tensor == spec.source else spec.vocab_size, shape)
     if tensor in spec.past:
         # Sums of features are positive; a normaliser near zero would turn rounding into a difference.
         return draw.uniform(0.5, 1.5, shape).astype(np.float32)
