@@ -30,20 +30,25 @@ class Sampler:
 
     def column(self, scores: Floats, row: int) -> int:
         """Return a column of scores [n], drawn by the generator of a row."""
+        weights = self.weights(scores)
+        sums = np.cumsum(weights, out=self._sums)
+        # Below the whole sum, so that the result is always a column with a weight.
+        drawn = min(self.generators[row].random() * sums[-1], np.nextafter(sums[-1], 0))
+        return int(np.searchsorted(sums, drawn, side="right"))
+
+    def weights(self, scores: Floats) -> Weights:
+        """Return a weight for each of scores [n], zero where the options exclude it; valid until the next call."""
         if len(self._weights) != len(scores):
             self._shifted = np.empty(len(scores), np.float32)
             self._weights, self._sorted, self._sums = (np.empty(len(scores)) for _ in range(3))
             self._left_out = np.empty(len(scores), bool)
-        weights, sums = self._weights, self._sums
+        weights = self._weights
         np.subtract(scores, scores.max(), out=self._shifted)
         np.copyto(weights, self._shifted)
         np.divide(weights, self.options.temperature, out=weights)
         np.exp(weights, out=weights)
         self._narrow(weights)
-        np.cumsum(weights, out=sums)
-        # Below the whole sum, so that the result is always a column with a weight.
-        drawn = min(self.generators[row].random() * sums[-1], np.nextafter(sums[-1], 0))
-        return int(np.searchsorted(sums, drawn, side="right"))
+        return weights
 
     def _narrow(self, weights: Weights) -> None:
         """Set the weights that the options exclude to zero; the heaviest is 1, and typical-p alone may exclude it."""

@@ -128,3 +128,106 @@ def test_greedy_decoding_with_any_options_gives_the_tokens_of_transformers(famil
 def test_beams_with_any_options_find_what_transformers_finds(family: str, seed: int) -> None:
     draw = Draw([11, seed], family)
     check_each(draw, draw.controls(draw.search(draw.whole(2, 6))))
+
+
+ALONE: dict[str, DecodeOptions] = {
+    "begin_suppress_tokens": DecodeOptions(begin_suppress_tokens=list(range(3, 40))),
+    "forced_bos_id": DecodeOptions(forced_bos_id=7),
+    "begin_suppress_tokens after forced_bos_id": DecodeOptions(forced_bos_id=7, begin_suppress_tokens=[*range(40)]),
+    "forced_eos_id": DecodeOptions(forced_eos_id=EOS),
+    "another forced_eos_id": DecodeOptions(forced_eos_id=11),
+    "eos_ids": DecodeOptions(eos_ids=[5, 9, EOS, 11, 23, 31]),
+    "eos_ids without EOS": DecodeOptions(eos_ids=[5, 9], min_new_tokens=2),
+    "encoder_no_repeat_ngram_size": DecodeOptions(encoder_no_repeat_ngram_size=1),
+    "encoder_repetition_penalty": DecodeOptions(encoder_repetition_penalty=3.0),
+    "exponential_decay_length_penalty": DecodeOptions(exponential_decay_length_penalty=(2, 1.5)),
+    "sequence_bias": DecodeOptions(sequence_bias=[([30], 3.0), ([30, 31], 9.0), ([31, 30], -9.0), ([31], 1.0)]),
+    "a forbidden sequence": DecodeOptions(sequence_bias=[([token], -float("inf")) for token in range(3, 40)]),
+    "renormalize": DecodeOptions(renormalize=True, suppress_tokens=[*range(3, 20)]),
+}
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("options", ALONE.values(), ids=ALONE)
+def test_an_option_alone_has_the_effect_that_it_has_in_transformers(options: DecodeOptions, beams: int) -> None:
+    draw = Draw([12], "bart")
+    draw.sources = [draw.ids(1 + 3 * length) for length in range(4)]
+    options = replace(options, num_beams=beams, max_new_tokens=14, scores=True)
+    results = check_each(draw, options)
+    plain = DecodeOptions(num_beams=beams, max_new_tokens=14, scores=True)
+    assert [result.tokens for result in results] != [
+        result.tokens for result in decode(draw.engine, draw.sources, plain)
+    ]
+
+
+def test_renormalized_beams_have_other_scores_and_greedy_targets_the_same() -> None:
+    draw = Draw([13], "marian")
+    beams = DecodeOptions(num_beams=3, max_new_tokens=8, suppress_tokens=[*range(3, 30)])
+    first, second = (decode(draw.engine, draw.sources, replace(beams, renormalize=value)) for value in (False, True))
+    assert all((ours.score or 0) < (theirs.score or 0) for ours, theirs in zip(first, second, strict=True))
+    greedy = replace(beams, num_beams=1, scores=True)
+    assert decode(draw.engine, draw.sources, greedy) == decode(
+        draw.engine, draw.sources, replace(greedy, renormalize=True)
+    )
+
+
+def theirs_after(options: DecodeOptions, scores: Floats) -> Floats:
+    """Return the probabilities that transformers leaves, in the order of its ``generate``."""
+    names = ("temperature", "top_k", "top_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+    values = {name: getattr(options, name) for name in names}
+    config = GenerationConfig(do_sample=True, **values, **({"min_p": options.min_p} if options.min_p else {}))
+    warpers = lively_model("marian", 1.5)._get_logits_processor(config, input_ids_seq_length=1)
+    assert isinstance(warpers, LogitsProcessorList)
+    # In float64, as ours: no cut-off falls between two roundings.
+    processed = warpers(torch.zeros((len(scores), 1), dtype=torch.long), torch.from_numpy(scores.astype(np.float64)))
+    probabilities: Floats = processed.softmax(-1).numpy()
+    return probabilities
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_the_cut_offs_of_sampling_leave_what_those_of_transformers_leave(seed: int) -> None:
+    random = np.random.default_rng([14, seed])
+
+    def drawn(low: float, high: float, otherwise: float) -> float:
+        return float(random.uniform(low, high)) if random.random() < 0.4 else otherwise
+
+    options = DecodeOptions(
+        sample=True,
+        temperature=drawn(0.3, 2, 1.0),
+        top_k=int(drawn(1, 40, 0)),
+        top_p=drawn(0.2, 1, 1.0),
+        min_p=drawn(0, 0.3, 0.0),
+        typical_p=drawn(0.05, 1, 1.0),
+        epsilon_cutoff=drawn(0, 0.2, 0.0),
+        eta_cutoff=drawn(0, 0.9, 0.0),
+    )
+    scores = random.normal(0, random.uniform(0.2, 4), (6, VOCABULARY)).astype(np.float32)
+    # Tokens that processors forbade, and equals; of those, top-p of transformers may keep only some.
+    scores[:, random.permutation(VOCABULARY)[:10]] = -np.inf
+    if options.top_p == 1:
+        scores[:, :2] = scores[:, 2:4]
+    sampler = Sampler(options, [])
+    ours = np.array([sampler.weights(row) / sampler.weights(row).sum() for row in scores])
+    np.testing.assert_allclose(ours, theirs_after(options, scores), rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("values", "kept"),
+    [
+        # Surprises of 0.69, 1.39, 2.08, 2.08 around a mean of 1.21: the second token is the most typical one.
+        ({"typical_p": 0.2}, [1]),
+        ({"typical_p": 0.6}, [0, 1]),
+        ({"typical_p": 0.8}, [0, 1, 2, 3]),
+        ({"epsilon_cutoff": 0.2}, [0, 1]),
+        ({"epsilon_cutoff": 0.9}, [0]),
+        # The least probability is min(0.3, sqrt(0.3) * exp(-1.21)) = 0.163.
+        ({"eta_cutoff": 0.3}, [0, 1]),
+        ({"eta_cutoff": 0.15}, [0, 1, 2, 3]),
+        ({"typical_p": 0.2, "epsilon_cutoff": 0.9}, [1]),
+        ({"top_k": 1, "typical_p": 0.2}, [0]),
+    ],
+    ids=str,
+)
+def test_a_cut_off_keeps_known_tokens(values: dict, kept: Ids) -> None:
+    scores = np.log(np.array([4, 2, 1, 1], np.float32))
+    assert np.flatnonzero(Sampler(DecodeOptions(sample=True, **values), []).weights(scores)).tolist() == kept
