@@ -4,6 +4,7 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -120,6 +121,11 @@ def placed_output_matrix(matrix: NDArray[Any], folder: Path) -> OutputMatrix:
                 return OutputMatrix(place_of(tensor).offset, dtype, bool(transposed))
     with (folder / WEIGHTS).open("ab") as weights:
         return OutputMatrix(_appended(weights, matrix.tobytes()), dtype, transposed=False)
+
+
+def with_bias(matrix: OutputMatrix, bias: NDArray[np.float32] | None, folder: Path) -> OutputMatrix:
+    """Return the record of an output matrix together with where the weights file has its bias [V]."""
+    return matrix if bias is None else replace(matrix, bias=_placed(bias, folder))
 
 
 def _appended(weights: BinaryIO, data: bytes) -> int:

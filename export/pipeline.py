@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import cast, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from fatdeploy.bundle import Bundle, read_bundle, write_manifest
@@ -20,7 +21,7 @@ from fatdeploy.export.graph_files import op_histogram
 from fatdeploy.export.half.rewrite import half_array, halved
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.models.exportable import Exportable, exportable_model
-from fatdeploy.export.package import placed_output_matrix, write_graphs
+from fatdeploy.export.package import placed_output_matrix, with_bias, write_graphs
 from fatdeploy.export.proof.certify import certified
 from fatdeploy.export.proof.certify_half import certified_half
 from fatdeploy.export.proof.cuda_ops import cuda_record, decoder_seams, runs_on_cuda
@@ -140,8 +141,10 @@ class Plain:
             stages["half"] = graphs
         weights = write_graphs(graphs, folder)
         matrix = exportable.output_matrix()
-        stored = None if matrix is None else half_array(matrix.detach().numpy(), half)
-        output_matrix = None if stored is None else placed_output_matrix(stored, folder)
+        output_matrix = None
+        if matrix is not None:
+            output_matrix = placed_output_matrix(half_array(matrix.detach().numpy(), half), folder)
+            output_matrix = with_bias(output_matrix, output_bias_of(exportable), folder)
         if self.origin.tokenizer is not None:
             shutil.copyfile(self.origin.tokenizer, folder / TOKENIZER)
         self.stage("drawing probes from the reference")
@@ -181,6 +184,7 @@ def write_quantized(model: Plain, plain: Bundle, folder: Path, trial: Trial) -> 
     output_matrix = None
     if matrix is not None:
         output_matrix = quantizer.placed_output(matrix.detach().numpy(), judged.quantization, folder)
+        output_matrix = with_bias(output_matrix, output_bias_of(exportable), folder)
     write_certificate(folder, judged.certificate(read_certificate(plain), trial.request))
     histograms = {
         part: {**plain.manifest.histograms[part], "quantized": quantizer.histograms[part]} for part in model.graphs
@@ -258,6 +262,12 @@ def _fitting_tokenizer(origin: Origin, spec: ModelSpec) -> Tokenizer | None:
     return tokenizer
 
 
+def output_bias_of(model: Exportable) -> NDArray[np.float32] | None:
+    """Return what a model adds to the product with its output matrix, [V]; None if it adds nothing."""
+    bias = model.output_bias()
+    return None if bias is None else bias.detach().numpy()
+
+
 def _folder_beside(folder: Path) -> tempfile.TemporaryDirectory[str]:
     # Beside the bundle: the system's own temporary folder is often in memory, and weights are large.
     return tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent)
@@ -331,7 +341,7 @@ def _drawn(tensor: TensorSpec, sizes: dict[str, int], spec: ModelSpec, draw: np.
         # Right-padded: every row has its first token.
         return np.arange(shape[-1]) < draw.integers(1, shape[-1] + 1, (*shape[:-1], 1))
     if tensor.dtype == "int64":
-        return draw.integers(0, spec.vocab_size, shape)
+        return draw.integers(0, spec.n_source_ids if tensor == spec.source else spec.vocab_size, shape)
     if tensor in spec.past:
         # Sums of features are positive; a normaliser near zero would turn rounding into a difference.
         return draw.uniform(0.5, 1.5, shape).astype(np.float32)

@@ -7,7 +7,7 @@ from fatdeploy.plans import Part, PlanRecord
 from fatdeploy.spec import ModelSpec
 from fatdeploy.targets import CpuClass, Dialect, Precision, Target
 
-FORMAT = (1, 3)  # a reader takes any minor of its own major
+FORMAT = (1, 4)  # a reader takes any minor of its own major
 OUTPUT_MATRIX_SINCE = (1, 1)  # earlier manifests do not describe it
 MANIFEST, ENCODER, DECODER, WEIGHTS = "manifest.json", "encoder.onnx", "decoder.onnx", "weights.bin"
 GRAPHS: dict[Part, str] = {"encoder": ENCODER, "decoder": DECODER}
@@ -51,7 +51,8 @@ class OutputMatrix:
     """Where in the weights the matrix [V, M] is that turns a hidden state into logits; ``transposed`` means [M, V].
 
     Integers have float32 scales at their own offset: one per row of V, or for ``int4`` one per ``block_size`` numbers
-    of a row. ``zeros`` belong to asymmetric blocks, two per byte.
+    of a row. ``zeros`` belong to asymmetric blocks, two per byte. ``bias`` is the offset of float32 numbers [V] that
+    are added to the product, if any.
     """
 
     offset: int
@@ -60,9 +61,10 @@ class OutputMatrix:
     scales: int | None = None
     zeros: int | None = None
     block_size: int | None = None
+    bias: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("offset", "scales", "zeros"):
+        for name in ("offset", "scales", "zeros", "bias"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} must be 0 or more, found {value}")

@@ -106,6 +106,13 @@ class ModelSpec:
     reads_source: bool = False  # the decoder compares its tokens with the source's ids
     top_k: int = 16
     alignment: AlignmentSpec | None = None
+    source_vocab_size: int | None = None  # None is vocab_size
+    silent_ids: tuple[int, ...] = ()  # tokens that are never chosen, and whose scores mean nothing
+
+    @property
+    def n_source_ids(self) -> int:
+        """The number of ids that a source can have."""
+        return self.vocab_size if self.source_vocab_size is None else self.source_vocab_size
 
     @property
     def tokens(self) -> TensorSpec:
@@ -206,8 +213,8 @@ class ModelSpec:
         return replace(self, memory=memory, state=state)
 
     def ordinary_ids(self) -> Tokens:
-        """Return the ids of all tokens but padding, BOS and EOS, in ascending order."""
-        return np.setdiff1d(np.arange(self.vocab_size), [self.pad_id, self.bos_id, self.eos_id])
+        """Return the ids of all source tokens but padding, BOS and EOS, in ascending order."""
+        return np.setdiff1d(np.arange(self.n_source_ids), [self.pad_id, self.bos_id, self.eos_id])
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON values, including defaults: a later change of a default changes no bundle."""
@@ -230,7 +237,7 @@ class ModelSpec:
         reductions per batch, and the only check of the padded arrays.
         """
         reasons = self._wrong_source_form(source, mask) or [
-            *self._wrong_ids("source", source),
+            *_wrong_ids("source", source, self.n_source_ids),
             *_wrong_padding(mask),
         ]
         if reasons:
@@ -240,7 +247,7 @@ class ModelSpec:
         """Raise SpecMismatch unless a step can read these tokens at this position."""
         reasons = _wrong_form("tokens", tokens, np.dtype(np.int64))
         if not reasons:
-            reasons = self._wrong_ids("tokens", tokens)
+            reasons = _wrong_ids("tokens", tokens, self.vocab_size)
             end, limit = position + tokens.shape[1], self.max_target if capacity is None else capacity
             if end > limit:
                 reasons.append(f"a step to position {end} is past max_target = {limit}")
@@ -257,11 +264,12 @@ class ModelSpec:
             reasons.append(f"length {source.shape[1]} is more than max_source = {self.max_source}")
         return reasons
 
-    def _wrong_ids(self, name: str, ids: Tokens) -> list[str]:
-        low, high = _extremes(ids)
-        if low >= 0 and high < self.vocab_size:
-            return []
-        return [f"{name} ids must lie in 0…{self.vocab_size - 1}, found {low if low < 0 else high}"]
+
+def _wrong_ids(name: str, ids: Tokens, n_ids: int) -> list[str]:
+    low, high = _extremes(ids)
+    if low >= 0 and high < n_ids:
+        return []
+    return [f"{name} ids must lie in 0…{n_ids - 1}, found {low if low < 0 else high}"]
 
 
 def _with_dtype(tensor: AnyTensor, dtype: str) -> AnyTensor:

@@ -82,6 +82,10 @@ class CostlessEngine:
         """Return None: there is no output matrix."""
         return None
 
+    def output_bias(self, ids: Rows) -> Floats | None:  # noqa: ARG002
+        """Return None: there is no output matrix."""
+        return None
+
     def length_log_probs(self, state: None) -> Floats:
         """Raise: the model is autoregressive."""
         raise NotImplementedError

@@ -93,6 +93,15 @@ class EagerEngine:
         rows: Floats = matrix[torch.from_numpy(ids)].numpy()
         return rows
 
+    @torch.inference_mode()
+    def output_bias(self, ids: Ids) -> Floats | None:
+        """Return what is added to the products with the rows of ids, [n]; None if nothing is."""
+        bias = self.exportable.output_bias()
+        if bias is None:
+            return None
+        biases: Floats = bias[torch.from_numpy(ids)].numpy()
+        return biases
+
     def release(self, state: EagerState) -> None:
         """Do nothing: the garbage collector frees the state."""
 

@@ -102,6 +102,10 @@ class Exportable(nn.Module):
         """Return the matrix [V, M] that makes logits of the hidden state; None if they are something else."""
         return None
 
+    def output_bias(self) -> Tensor | None:
+        """Return what is added to the product with the output matrix, [V]; None if nothing is."""
+        return None
+
 
 class ExportableReference(Exportable):
     """A model of the FAT family."""
@@ -142,12 +146,16 @@ class ExportableReference(Exportable):
         # With copying, logits are log-probabilities of a mixture.
         return None if self.inner.config.copy else self.inner.output.weight
 
+    def output_bias(self) -> Tensor | None:
+        return None if self.inner.config.copy else self.inner.output_bias
+
     def _memory(self, memory: Memory) -> SourceMemory:
         used = memory.tensors[: len(self.spec.memory)]
         return SourceMemory(memory.source, memory.mask, list(used[::2]), list(used[1::2]))
 
     def _no_attention(self, hidden: Tensor, memory: Memory) -> Tensor:
-        return hidden.new_zeros(hidden.shape[0], self.inner.config.heads, hidden.shape[1], memory.mask.shape[1])
+        heads = self.inner.config.target_heads.count
+        return hidden.new_zeros(hidden.shape[0], heads, hidden.shape[1], memory.mask.shape[1])
 
 
 class ExportableUserModel(Exportable):
@@ -197,7 +205,7 @@ class Choices:
         if reasons:
             raise ConfigError(in_one_line("the model cannot be exported with these options", reasons))
         if isinstance(model, ReferenceModel) and self.attention_layer is not None:
-            chosen["alignment"] = AlignmentSpec(self.attention_layer, model.config.heads)
+            chosen["alignment"] = AlignmentSpec(self.attention_layer, model.config.target_heads.count)
         return replace(spec, **chosen)
 
     def _wrong_layer(self, model: nn.Module) -> list[str]:

@@ -64,7 +64,7 @@ def _drawn_example(spec: ModelSpec) -> tuple[Tensor, Tensor, Tensor]:
     lengths = np.minimum(LENGTHS, spec.max_source)
     draw = np.random.default_rng(0)
     mask = torch.from_numpy(np.arange(lengths.max()) < lengths[:, None])
-    source = torch.from_numpy(draw.integers(0, spec.vocab_size, mask.shape)).masked_fill(~mask, spec.pad_id)
+    source = torch.from_numpy(draw.integers(0, spec.n_source_ids, mask.shape)).masked_fill(~mask, spec.pad_id)
     tokens = torch.from_numpy(draw.integers(0, spec.vocab_size, (len(lengths), min(STEPS, spec.max_target))))
     tokens[:, 0] = spec.bos_id
     return source, mask, tokens

@@ -163,9 +163,9 @@ def material_of(reference: EagerEngine, sources: Sequence[Any], most_steps: int 
 
 
 def _options(spec: ModelSpec, most_steps: int | None) -> DecodeOptions:
-    if spec.decoding == "parallel" or most_steps is None:
-        return DecodeOptions()
-    return DecodeOptions(max_new_tokens=min(most_steps, spec.max_target))
+    unlimited = spec.decoding == "parallel" or most_steps is None
+    most = None if unlimited or most_steps is None else min(most_steps, spec.max_target)
+    return DecodeOptions(max_new_tokens=most, suppress_tokens=spec.silent_ids)
 
 
 def _margins(logits: Floats) -> Floats:

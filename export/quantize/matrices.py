@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -121,17 +121,17 @@ def constant_array(tensor: onnx.TensorProto, folder: Path) -> NDArray[np.float32
     return array
 
 
-def lookups_of(scope: Scope, n_rows: int) -> list[onnx.NodeProto]:
-    """Return the nodes of a graph that look rows up in a constant table [n_rows, M] of numbers."""
+def lookups_of(scope: Scope, n_rows: Container[int]) -> list[onnx.NodeProto]:
+    """Return the nodes of a graph that look rows up in a constant table of numbers with one of these sizes."""
     return [node for node in scope.graph.node if node.op_type == "Gather" and _is_table(scope, node, n_rows)]
 
 
-def _is_table(scope: Scope, node: onnx.NodeProto, n_rows: int) -> bool:
+def _is_table(scope: Scope, node: onnx.NodeProto, n_rows: Container[int]) -> bool:
     table = scope.constant(node.input[0])
     if table is None or len(table.dims) != 2 or table.data_type != onnx.TensorProto.FLOAT:
         return False
     axis = sum(attribute.i for attribute in node.attribute if attribute.name == "axis")
-    return axis == 0 and int(table.dims[0]) == n_rows and math.prod(table.dims) >= SMALLEST
+    return axis == 0 and int(table.dims[0]) in n_rows and math.prod(table.dims) >= SMALLEST
 
 
 def tensor_from_array(name: str, array: NDArray[np.generic]) -> onnx.TensorProto:

@@ -15,6 +15,11 @@ from fatdeploy.spec import ModelSpec
 Graphs = Mapping[str, Path]
 
 
+def table_sizes(spec: ModelSpec) -> frozenset[int]:
+    """Return the numbers of rows of the tables that tokens are looked up in."""
+    return frozenset((spec.vocab_size, spec.n_source_ids))
+
+
 @dataclass(frozen=True)
 class Matrix:
     """A matrix of one of the graphs: its name, its activation, and whether tokens are looked up in it too."""
@@ -30,7 +35,7 @@ def matrices_of(graphs: Graphs, spec: ModelSpec) -> list[Matrix]:
     matrices = []
     for part, path in graphs.items():
         graph = read_structure(path).graph
-        tables = {node.input[0] for scope in Scope(graph).inner() for node in lookups_of(scope, spec.vocab_size)}
+        tables = {node.input[0] for scope in Scope(graph).inner() for node in lookups_of(scope, table_sizes(spec))}
         matrices += [
             Matrix(part, product.name, product.activation, product.weight.name in tables)
             for product in products_of(graph)

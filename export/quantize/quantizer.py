@@ -19,7 +19,7 @@ from fatdeploy.export.quantize.examples import Example
 from fatdeploy.export.quantize.gate import Bar, Gate, Judgement, fewest_kept, material_of
 from fatdeploy.export.quantize.integers import Floats, WeightBits, best_range, row_noise
 from fatdeploy.export.quantize.matrices import OUTPUT
-from fatdeploy.export.quantize.precisions import Graphs, Matrix, matrices_of, precisions_of
+from fatdeploy.export.quantize.precisions import Graphs, Matrix, matrices_of, precisions_of, table_sizes
 from fatdeploy.export.quantize.recipe import MatrixPrecision, MatrixRecipe, Recipe
 from fatdeploy.export.quantize.rewrite_ort import quantized
 from fatdeploy.export.quantize.rewrite_qdq import RangeMethod, symmetric_range, with_scales
@@ -184,7 +184,7 @@ class Quantizer:
                     Path(work) / part,
                     Recipe(
                         {matrix.name: recipes[matrix.name] for matrix in self.matrices if matrix.part == part},
-                        self.model.spec.vocab_size,
+                        table_sizes(self.model.spec),
                         precisions[EMBEDDING],
                         bits,
                     ),

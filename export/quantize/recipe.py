@@ -32,11 +32,11 @@ class MatrixRecipe:
 class Recipe:
     """How every matrix of a graph is stored, by name; matrices without an entry stay as they are.
 
-    ``embedding`` is for tables of ``vocab_size`` rows that are only looked up in, never multiplied.
+    ``embedding`` is for tables of ``table_sizes`` rows that are only looked up in, never multiplied.
     """
 
     matrices: Mapping[str, MatrixRecipe]
-    vocab_size: int
+    table_sizes: frozenset[int]
     embedding: MatrixPrecision = "fp32"
     bits: WeightBits = 7
 

@@ -88,7 +88,7 @@ class _OrtRewrite:
     def finish(self, model: onnx.ModelProto) -> None:
         """Look rows up in the integers that replaced a tied matrix, and drop what no node reads any more."""
         for scope in Scope(model.graph).inner():
-            for node in lookups_of(scope, self.recipe.vocab_size):
+            for node in lookups_of(scope, self.recipe.table_sizes):
                 table = scope.constant(node.input[0])
                 assert table is not None  # noqa: S101 - lookups have one
                 if table.name not in self.stored and self.recipe.embedding != "fp32":

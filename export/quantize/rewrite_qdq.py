@@ -65,7 +65,7 @@ class _QdqRewrite:
     def replace_lookups(self) -> None:
         """Look tokens up in tables of bytes."""
         scope = Scope(self.graph)
-        for node in lookups_of(scope, self.recipe.vocab_size):
+        for node in lookups_of(scope, self.recipe.table_sizes):
             table = scope.constant(node.input[0])
             assert table is not None  # noqa: S101 - lookups have one
             node.input[0] = self._from_bytes(table, 0, node)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fatdeploy.export.reference.config import Features, ModelConfig
+from fatdeploy.export.reference.config import Features, HeadShape, ModelConfig
 
 # A pairwise attention needs memory for one block [block, B, H, I, J]. At B = 4, H = 8, S = 512 a feature has 34 MB:
 # eight features and the sums need about 0.35 GB, sixteen would need more than 0.6 GB and save 6 % of the time.
@@ -91,11 +91,11 @@ class PositiveNorms(torch.autograd.Function):
 class Scores(nn.Module):
     """Scores of queries and keys: ``dot``, ``additive``, or ``scaled_dot`` for any other kind."""
 
-    def __init__(self, kind: str | tuple[str, ...], config: ModelConfig) -> None:
+    def __init__(self, kind: str | tuple[str, ...], heads: HeadShape) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.scale = 1.0 if kind == "dot" else 1.0 / math.sqrt(config.head_width)
-        self.vectors = nn.Parameter(torch.zeros(config.heads, config.head_width)) if kind == "additive" else None
+        self.heads = heads.count
+        self.scale = 1.0 if kind == "dot" else 1.0 / math.sqrt(heads.width)
+        self.vectors = nn.Parameter(torch.zeros(heads.count, heads.width)) if kind == "additive" else None
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Return [B, H, …, I, J] from [B, H, …, I, D] and [B, H, …, J, D]."""
@@ -123,7 +123,7 @@ class FeatureMap(nn.Module):
 
     projection: Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, heads: HeadShape) -> None:
         super().__init__()
         self.kind: Features = config.features
         self.smallest_normaliser = 1e-3 if self.kind == "random" else 0.0
@@ -132,7 +132,7 @@ class FeatureMap(nn.Module):
         self.has_projection = self.kind in ("random", "performer")
         if self.has_projection:
             # Not learned, but saved with the weights: another draw would be another model.
-            self.register_buffer("projection", torch.zeros(config.heads, config.random_features, config.head_width))
+            self.register_buffer("projection", torch.zeros(heads.count, config.random_features, heads.width))
 
     def queries(self, x: Tensor) -> Tensor:
         return x.softmax(-1) if self.kind == "softmax" else self._mapped(x)

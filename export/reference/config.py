@@ -27,12 +27,15 @@ Features = Literal["elu", "softmax", "random", "performer"]
 FcSoftmax = Literal["tanh", "tanh_bounded", "softmax"]
 Relative = Literal["none", "table", "angle"]
 Direction = Literal["both", "left_to_right", "right_to_left"]
-Activation = Literal["relu", "gelu", "swish"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "swish"]
+EmbeddingNorm = Literal["none", "before", "after"]
 
 # Self-attentions whose scores can have a term that depends only on the distance.
 _TAKES_RELATIVE = {"scaled_dot", "dot", "additive", "slow", "local", "strided", "global_tokens", "full"}
 # Encoder attentions that mix all positions before they compare them, so that a direction is not possible.
 _BOTH_DIRECTIONS_ONLY = {"linformer", "compressed"}
+# Attentions with matrices beyond queries, keys, values and output, which are as wide as the model and have biases.
+_OWN_MATRICES = {"slow", "compressed", "synthesizer"}
 
 # The smallest legal value of every number; a largest one is checked together with what it depends on.
 _AT_LEAST = {
@@ -56,7 +59,21 @@ _AT_LEAST = {
     "random_features": 1,
     "positional_mlp": 0,
     "hybrid_threshold": 0,
+    "norm_eps": 0,
+    "inner_width": 0,
+    "decoder_heads": 0,
+    "decoder_ffn_width": 0,
+    "source_vocab_size": 0,
+    "relative_window": 1,
 }
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """H heads of width D."""
+
+    count: int
+    width: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +91,21 @@ class ModelConfig:
     pad_id: int = 0
     bos_id: int = 1
     eos_id: int = 2
+    source_vocab_size: int = 0  # 0 is vocab_size
     norm: Literal["pre", "post"] = "pre"
+    norm_kind: Literal["layer", "rms"] = "layer"
+    norm_eps: float = 1e-5
+    biases: bool = True  # of attentions and feed-forward networks
     activation: Activation = "relu"
+    gated: bool = False
+    inner_width: int = 0  # of all heads together; 0 is width
+    decoder_heads: int = 0  # 0 is heads
+    decoder_ffn_width: int = 0  # 0 is ffn_width
+    source_embedding_norm: EmbeddingNorm = "none"
+    target_embedding_norm: EmbeddingNorm = "none"
     tie_embeddings: bool = True
+    tie_output: Literal["auto", "yes", "no"] = "auto"  # with the target embedding; auto is as tie_embeddings
+    output_bias: bool = False
     scale_embeddings: bool = True
     dropout: float = 0.0
 
@@ -98,9 +127,11 @@ class ModelConfig:
 
     positions: Literal["sinusoidal", "learned", "none"] = "sinusoidal"
     relative: Relative = "none"
+    relative_window: int = 16
+    relative_each_layer: bool = False
     positional_mlp: int = 0
 
-    head: Literal["linear", "mlp"] = "linear"
+    head: Literal["linear", "mlp", "dense_norm"] = "linear"
     copy: bool = False
     decoding: Literal["autoregressive", "parallel"] = "autoregressive"
     length: Literal["head", "eos"] = "head"
@@ -115,9 +146,25 @@ class ModelConfig:
             raise ConfigError(in_one_line("configuration refused", reasons))
 
     @property
-    def head_width(self) -> int:
-        """D, the width of one head."""
-        return self.width // self.heads
+    def attention_width(self) -> int:
+        """The width of all heads together."""
+        return self.inner_width or self.width
+
+    @property
+    def encoder_heads(self) -> HeadShape:
+        """The heads of the encoder's self-attention."""
+        return HeadShape(self.heads, self.attention_width // self.heads)
+
+    @property
+    def target_heads(self) -> HeadShape:
+        """The heads of the decoder's self-attention and cross-attention."""
+        count = self.decoder_heads or self.heads
+        return HeadShape(count, self.attention_width // count)
+
+    @property
+    def ties_output(self) -> bool:
+        """Whether the output matrix is the target embedding."""
+        return self.tie_embeddings if self.tie_output == "auto" else self.tie_output == "yes"
 
     @property
     def parallel(self) -> bool:
@@ -126,9 +173,9 @@ class ModelConfig:
 
     @property
     def feature_width(self) -> int:
-        """F, the number of features by which a linear attention compares queries and keys."""
+        """F, the number of features by which the decoder's linear attention compares queries and keys."""
         return {"random": 2 * self.random_features, "performer": self.random_features}.get(
-            self.features, self.head_width
+            self.features, self.target_heads.width
         )
 
     def to_json(self) -> str:
@@ -188,9 +235,12 @@ class ModelConfig:
         return ""
 
     def _wrong_sizes(self) -> list[str]:
-        reasons = []
-        if self.width % self.heads:
-            reasons.append(f"width: {self.width} is not a multiple of heads = {self.heads}")
+        name = "inner_width" if self.inner_width else "width"
+        reasons = [
+            f"{name}: {self.attention_width} is not a multiple of {heads} = {count}"
+            for heads, count in (("heads", self.heads), ("decoder_heads", self.decoder_heads or self.heads))
+            if self.attention_width % count
+        ][:1]
         if self.positions == "sinusoidal" and self.width % 2:
             reasons.append(f"width: sinusoidal positions need an even width, found {self.width}")
         ids = {"pad_id": self.pad_id, "bos_id": self.bos_id, "eos_id": self.eos_id}
@@ -199,8 +249,10 @@ class ModelConfig:
             for name, value in ids.items()
             if value >= self.vocab_size
         ]
-        if len(set(ids.values())) < len(ids):
-            reasons.append(f"pad_id, bos_id, eos_id: must differ, found {list(ids.values())}")
+        # A parallel decoder tells real positions from padding by these ids, and the hybrid gate BOS from padding.
+        if len(set(ids.values())) < len(ids) and (self.parallel or self.hybrid):
+            kind = "parallel decoding" if self.parallel else "the hybrid forward pass"
+            reasons.append(f"pad_id, bos_id, eos_id: must differ with {kind}, found {list(ids.values())}")
         if not self.dropout < 1:
             reasons.append(f"dropout: must be below 1, found {self.dropout}")
         if not self.hybrid_threshold <= 1:
@@ -227,12 +279,41 @@ class ModelConfig:
                 "cross_wiring: matched needs as many encoder as decoder layers, "
                 f"found {self.encoder_layers} and {self.decoder_layers}"
             )
+        reasons += self._wrong_projections()
+        if self.relative_each_layer and self.relative == "none":
+            reasons.append("relative_each_layer: needs relative scores, found relative = none")
         if self.positional_mlp and self.positions == "none":
             reasons.append("positional_mlp: needs position vectors, found positions = none")
         return reasons
 
-    def _wrong_outputs(self) -> list[str]:
+    def _wrong_projections(self) -> list[str]:
+        """Return why heads cannot be wider than the model, or matrices have no biases."""
+        refusing = [f"encoder_attention = {self.encoder_attention}"] if self.encoder_attention in _OWN_MATRICES else []
+        refusing += ["cross_attention = fast_fc"] if self.cross_attention == "fast_fc" else []
+        changed = {"inner_width": self.inner_width not in (0, self.width), "biases": not self.biases}
+        return [
+            f"{name}: {attention} has matrices of the model's width with biases"
+            for name, is_changed in changed.items()
+            for attention in refusing
+            if is_changed
+        ]
+
+    def _wrong_vocabularies(self) -> list[str]:
+        if self.source_vocab_size in (0, self.vocab_size):
+            return []
         reasons = []
+        if self.tie_embeddings:
+            reasons.append("source_vocab_size: two vocabularies need two embeddings, set tie_embeddings to false")
+        if self.pad_id >= self.source_vocab_size:
+            reasons.append(f"pad_id: must be below source_vocab_size = {self.source_vocab_size}, found {self.pad_id}")
+        if self.copy or self.hybrid:
+            reasons.append(
+                "source_vocab_size: copy and hybrid compare ids of source and target, they need one vocabulary"
+            )
+        return reasons
+
+    def _wrong_outputs(self) -> list[str]:
+        reasons = self._wrong_vocabularies()
         if self.parallel != (self.decoder_attention == "full"):
             reasons.append(
                 "decoder_attention: full and decoding: parallel need each other, "

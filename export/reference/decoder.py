@@ -1,6 +1,6 @@
 """The decoder: self-attentions with incremental state, cross-attentions over projected memory, and the stack."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,8 @@ from fatdeploy.export.reference.attention import (
     split_heads,
 )
 from fatdeploy.export.reference.config import ModelConfig
-from fatdeploy.export.reference.layers import FeedForward, Residual, SelfAttention, layer_norm
-from fatdeploy.export.reference.positions import RelativeScores
+from fatdeploy.export.reference.layers import FeedForward, Residual, SelfAttention, norm_of
+from fatdeploy.export.reference.positions import layer_relative, stack_relative
 from fatdeploy.export.reference.seams import Added, Outputs, Position, seams
 
 
@@ -44,6 +44,7 @@ class Call:
     """What all layers of the decoder share in one call, computed once."""
 
     at: Tensor  # [t] positions of the call
+    keys_at: Tensor  # [J] positions of the keys
     visible: Visible  # target positions [R or 1, 1, t, J]
     gate: Tensor | None  # [R, t, 1] of the hybrid forward pass, 1 = open, 0 = closed; None without one
     weights_of: frozenset[int]  # the layers whose cross weights are wanted
@@ -64,8 +65,8 @@ class CachedAttention(SelfAttention):
     """``scaled_dot``, ``dot``, ``additive``, ``local`` with key and value caches, and ``full`` without."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        self.scores = Scores(config.decoder_attention, config)
+        super().__init__(config, config.target_heads)
+        self.scores = Scores(config.decoder_attention, config.target_heads)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, state: LayerState, call: Call, position: Position) -> tuple[Tensor, LayerState]:
@@ -81,8 +82,8 @@ class RecurrentAttention(SelfAttention):
     """Causal ``linear`` attention: a state of constant size instead of caches."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        self.features = FeatureMap(config)
+        super().__init__(config, config.target_heads)
+        self.features = FeatureMap(config, config.target_heads)
 
     def forward(self, x: Tensor, state: LayerState, call: Call, position: Position) -> tuple[Tensor, LayerState]:  # noqa: ARG002
         mixed, state = seams().attend_recurrent(self.qkv(x), self.features, self.heads, state)
@@ -94,11 +95,11 @@ class CrossAttention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.q = nn.Linear(config.width, config.width)
-        self.kv = nn.Linear(config.width, 2 * config.width)
-        self.out = nn.Linear(config.width, config.width)
-        self.scores = Scores(config.cross_attention, config)
+        self.heads = config.target_heads.count
+        self.q = nn.Linear(config.width, config.attention_width, config.biases)
+        self.kv = nn.Linear(config.width, 2 * config.attention_width, config.biases)
+        self.out = nn.Linear(config.attention_width, config.width, config.biases)
+        self.scores = Scores(config.cross_attention, config.target_heads)
         self.plain = True  # a softmax of the scores plus ``added``
         self.dropout = nn.Dropout(config.dropout)
 
@@ -131,7 +132,7 @@ class CrossAttention(nn.Module):
         queries = queries.view(*queries.shape[:-1], self.heads, -1).permute(0, 3, 1, 2, 4)
         weights = self.weigh(queries, keys[:, :, None], memory.valid[:, None, None, None, :], at)
         attended = (self.dropout(weights) @ values[:, :, None]).permute(0, 2, 3, 1, 4)  # [B, n, t, H, D]
-        y = self.mix(x, seams().by_row(attended, x))
+        y = self.mix(x, seams().by_row(attended, q))
         return (y, seams().weights_by_row(weights, x, memory.valid)) if weigh else (y,)
 
 
@@ -143,7 +144,7 @@ class FastFullyConnected(CrossAttention):
         self.form = config.fc_softmax
         self.plain = self.form == "softmax"
         self.position_scores = nn.Parameter(torch.zeros(config.max_target, config.max_source))
-        self.head_bias = nn.Parameter(torch.zeros(config.heads))
+        self.head_bias = nn.Parameter(torch.zeros(self.heads))
         self.gate = nn.Linear(config.width, config.width)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
@@ -182,10 +183,13 @@ class DecoderLayer(nn.Module):
         self.self_residual, self.cross_residual = Residual(config), Residual(config)
         self.attention = (RecurrentAttention if config.decoder_attention == "linear" else CachedAttention)(config)
         self.cross = (FastFullyConnected if config.cross_attention == "fast_fc" else CrossAttention)(config)
-        self.ffn = FeedForward(config)
+        self.ffn = FeedForward(config, config.decoder_ffn_width or config.ffn_width)
+        self.relative = layer_relative(config, config.target_heads, config.max_target)
 
     def attend_self(self, x: Tensor, state: LayerState, call: Call, position: Position) -> tuple[Tensor, LayerState]:
         """Return x after self-attention, and the layer's next state."""
+        if self.relative is not None:
+            call = replace(call, visible=replace(call.visible, relative=self.relative(call.at, call.keys_at)))
         y, state = self.attention(self.self_residual.enter(x), state, call, position)
         return self.self_residual.leave(x, y), state
 
@@ -218,8 +222,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
-        self.norm = layer_norm(config) if config.norm == "pre" else None
-        self.relative = RelativeScores(config, config.max_target) if config.relative != "none" else None
+        self.norm = norm_of(config) if config.norm == "pre" else None
+        self.relative = stack_relative(config, config.target_heads, config.max_target)
 
     def project(self, encoded: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return every layer's cross keys and values, from the encoder outputs that ``cross_wiring`` selects."""
@@ -230,7 +234,7 @@ class Decoder(nn.Module):
     def start(self, rows: int, capacity: int) -> DecoderState:
         """Return the state before the first token: caches for ``capacity`` positions, or zero sums."""
         like, config = self.stack()[0].ffn.out.weight, self.config
-        heads, width, features = config.heads, config.head_width, config.feature_width
+        heads, width, features = config.target_heads.count, config.target_heads.width, config.feature_width
         shapes: list[tuple[int, ...]] = [(rows, heads, capacity, width)] * 2
         if config.decoder_attention == "linear":
             shapes = [(rows, heads, features, width), (rows, heads, features)]
@@ -250,7 +254,7 @@ class Decoder(nn.Module):
             relative=None if self.relative is None else self.relative(at, j),
             causal=config.decoder_attention in ("scaled_dot", "dot", "additive"),
         )
-        return Call(at, visible, gate, weights_of)
+        return Call(at, j, visible, gate, weights_of)
 
     def forward(
         self, x: Tensor, state: DecoderState, memory: SourceMemory, call: Call

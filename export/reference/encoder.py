@@ -1,6 +1,6 @@
 """The encoder: every self-attention it can have, one class per mechanism, and the stack."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,8 @@ from fatdeploy.export.reference.attention import (
     split_heads,
 )
 from fatdeploy.export.reference.config import ModelConfig
-from fatdeploy.export.reference.layers import FeedForward, Residual, SelfAttention, layer_norm
-from fatdeploy.export.reference.positions import RelativeScores
+from fatdeploy.export.reference.layers import FeedForward, Residual, SelfAttention, norm_of
+from fatdeploy.export.reference.positions import layer_relative, stack_relative
 from fatdeploy.export.reference.seams import seams
 
 
@@ -54,8 +54,8 @@ class SoftmaxAttention(SelfAttention):
     """``scaled_dot``, ``dot``, ``additive`` and the masks over ``scaled_dot``."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        self.scores = Scores(config.encoder_attention, config)
+        super().__init__(config, config.encoder_heads)
+        self.scores = Scores(config.encoder_attention, config.encoder_heads)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, h: Tensor, source: Source) -> Tensor:
@@ -72,8 +72,9 @@ class SlowAttention(nn.Module):
         self.longest = config.max_source
         self.q = nn.Linear(config.width, config.width)
         self.kv = nn.Linear(config.width, 2 * config.width)
-        self.turn_queries = nn.Parameter(torch.zeros(config.heads, config.head_width, config.head_width))
-        self.turn_keys = nn.Parameter(torch.zeros(config.heads, config.head_width, config.head_width))
+        heads = config.encoder_heads
+        self.turn_queries = nn.Parameter(torch.zeros(heads.count, heads.width, heads.width))
+        self.turn_keys = nn.Parameter(torch.zeros(heads.count, heads.width, heads.width))
         self.gate = nn.Linear(config.width, config.width)
         self.out = nn.Linear(config.width, config.width)
         self.dropout = nn.Dropout(config.dropout)
@@ -156,9 +157,9 @@ class LinearAttention(SelfAttention):
     """Attention through feature maps; scores are masked in one direction, and never computed in both."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
+        super().__init__(config, config.encoder_heads)
         self.both = config.encoder_direction == "both"
-        self.features = FeatureMap(config)
+        self.features = FeatureMap(config, config.encoder_heads)
 
     def forward(self, h: Tensor, source: Source) -> Tensor:
         q, k, v = (split_heads(part, self.heads) for part in self.qkv(h).chunk(3, -1))
@@ -185,7 +186,7 @@ class SynthesizerAttention(nn.Module):
         self.dense = config.synthesizer == "dense"
         if self.dense:
             self.into = nn.Linear(config.width, config.width)
-            self.scores = nn.Parameter(torch.zeros(config.heads, config.max_source, config.head_width))
+            self.scores = nn.Parameter(torch.zeros(config.heads, config.max_source, config.encoder_heads.width))
             self.bias = nn.Parameter(torch.zeros(config.heads, config.max_source))
         else:
             self.scores = nn.Parameter(torch.zeros(config.heads, config.max_source, config.max_source))
@@ -218,9 +219,12 @@ class EncoderLayer(nn.Module):
         super().__init__()
         self.residual = Residual(config)
         self.attention = _ATTENTIONS.get(config.encoder_attention, SoftmaxAttention)(config)
-        self.ffn = FeedForward(config)
+        self.ffn = FeedForward(config, config.ffn_width)
+        self.relative = layer_relative(config, config.encoder_heads, config.max_source)
 
     def forward(self, x: Tensor, source: Source) -> Tensor:
+        if self.relative is not None:
+            source = replace(source, visible=replace(source.visible, relative=self.relative.within(x)))
         x = self.residual.leave(x, self.attention(self.residual.enter(x), source))
         mixed: Tensor = self.ffn(x)
         return mixed
@@ -233,16 +237,18 @@ class Encoder(nn.Module):
         super().__init__()
         self.config = config
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))
-        self.norm = layer_norm(config) if config.norm == "pre" else None
-        self.query_norm = layer_norm(config) if config.encoder_attention == "slow" and config.norm == "pre" else None
-        self.relative = RelativeScores(config, config.max_source) if config.relative != "none" else None
+        self.norm = norm_of(config) if config.norm == "pre" else None
+        self.query_norm = norm_of(config) if config.encoder_attention == "slow" and config.norm == "pre" else None
+        self.relative = stack_relative(config, config.encoder_heads, config.max_source)
 
     def forward(self, x: Tensor, valid: Tensor) -> list[Tensor]:
         """Return the outputs that ``cross_wiring`` needs, in order, through the final norm if there is one."""
         source = Source(
             valid=valid,
             embedded=x if self.query_norm is None else self.query_norm(x),
-            visible=Visible(allowed_keys(self.config, valid), self._relative(x)),
+            visible=Visible(
+                allowed_keys(self.config, valid), None if self.relative is None else self.relative.within(x)
+            ),
         )
         outputs = []
         for layer in self.layers:
@@ -250,10 +256,3 @@ class Encoder(nn.Module):
             outputs.append(x)
         wanted = outputs if self.config.cross_wiring == "matched" else outputs[-1:]
         return wanted if self.norm is None else [self.norm(output) for output in wanted]
-
-    def _relative(self, x: Tensor) -> Tensor | None:
-        if self.relative is None:
-            return None
-        at = torch.arange(x.shape[1], device=x.device)
-        scores: Tensor = self.relative(at, at)
-        return scores

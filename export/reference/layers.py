@@ -3,21 +3,26 @@
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fatdeploy.export.reference.config import Activation, ModelConfig
+from fatdeploy.export.reference.config import Activation, HeadShape, ModelConfig
+
+Norm = nn.LayerNorm | nn.RMSNorm
 
 
-def layer_norm(config: ModelConfig) -> nn.LayerNorm:
-    """Return a LayerNorm over the model's width."""
-    return nn.LayerNorm(config.width, eps=1e-5)
+def norm_of(config: ModelConfig) -> Norm:
+    """Return a norm over the model's width."""
+    kind = nn.LayerNorm if config.norm_kind == "layer" else nn.RMSNorm
+    return kind(config.width, eps=config.norm_eps)
 
 
 def activated(x: Tensor, kind: Activation) -> Tensor:
-    """Return x through the activation; ``gelu`` is the erf form, ``swish`` is x·σ(x)."""
+    """Return x through the activation; ``gelu`` is the erf form, ``gelu_tanh`` approximates it, ``swish`` is x·σ(x)."""
     match kind:
         case "relu":
             return x.relu()
         case "gelu":
             return functional.gelu(x)
+        case "gelu_tanh":
+            return functional.gelu(x, approximate="tanh")
         case "swish":
             return functional.silu(x)
 
@@ -27,7 +32,7 @@ class Residual(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.norm = layer_norm(config)
+        self.norm = norm_of(config)
         self.dropout = nn.Dropout(config.dropout)
         self.pre = config.norm == "pre"
 
@@ -44,24 +49,33 @@ class Residual(nn.Module):
 class SelfAttention(nn.Module):
     """The projections of a self-attention: packed queries, keys and values, and the output."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, heads: HeadShape) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.out = nn.Linear(config.width, config.width)
+        self.heads = heads.count
+        self.qkv = nn.Linear(config.width, 3 * config.attention_width, config.biases)
+        self.out = nn.Linear(config.attention_width, config.width, config.biases)
 
 
 class FeedForward(nn.Module):
-    """Linear, activation, Linear, with its residual connection."""
+    """Linear, activation, Linear, with its residual connection; ``gated`` multiplies with a second projection.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Both projections are one matrix: first what passes the activation, then what it is multiplied with.
+    """
+
+    def __init__(self, config: ModelConfig, inner_width: int) -> None:
         super().__init__()
         self.residual = Residual(config)
-        self.into = nn.Linear(config.width, config.ffn_width)
-        self.out = nn.Linear(config.ffn_width, config.width)
+        self.gated = config.gated
+        self.into = nn.Linear(config.width, (2 if config.gated else 1) * inner_width, config.biases)
+        self.out = nn.Linear(inner_width, config.width, config.biases)
         self.dropout = nn.Dropout(config.dropout)
         self.activation: Activation = config.activation
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = self.dropout(activated(self.into(self.residual.enter(x)), self.activation))
-        return self.residual.leave(x, self.out(inner))
+        inner = self.into(self.residual.enter(x))
+        if self.gated:
+            gate, up = inner.chunk(2, -1)
+            inner = activated(gate, self.activation) * up
+        else:
+            inner = activated(inner, self.activation)
+        return self.residual.leave(x, self.out(self.dropout(inner)))

@@ -8,13 +8,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fatdeploy.errors import ConfigError, SpecMismatch
-from fatdeploy.export.reference.config import Activation, ModelConfig
+from fatdeploy.export.reference.config import Activation, EmbeddingNorm, ModelConfig
 from fatdeploy.export.reference.decoder import Decoder, DecoderState, SourceMemory
 from fatdeploy.export.reference.encoder import Encoder
-from fatdeploy.export.reference.layers import activated
+from fatdeploy.export.reference.layers import Norm, activated, norm_of
 from fatdeploy.export.reference.positions import Positions
 from fatdeploy.export.reference.seams import seams
 from fatdeploy.spec import ModelSpec, StateSpec, TensorSpec, cache_specs, memory_specs, recurrent_specs
+
+# The norms of embedded tokens before and after positions are added.
+Norms = tuple[Norm | None, Norm | None]
 
 
 @dataclass(frozen=True)
@@ -30,14 +33,16 @@ def spec_from_config(config: ModelConfig) -> ModelSpec:
     """Return the contract of a model with this configuration."""
     state: list[StateSpec] = []
     memory: list[TensorSpec] = []
+    heads = config.target_heads
     for layer in range(config.decoder_layers):
-        memory += memory_specs(layer, config.heads, config.head_width)
+        memory += memory_specs(layer, heads.count, heads.width)
         if config.decoder_attention == "linear":
-            state += recurrent_specs(layer, config.heads, config.feature_width, config.head_width)
+            state += recurrent_specs(layer, heads.count, config.feature_width, heads.width)
         elif not config.parallel:
-            state += cache_specs(layer, config.heads, config.head_width)
+            state += cache_specs(layer, heads.count, heads.width)
     return ModelSpec(
         vocab_size=config.vocab_size,
+        source_vocab_size=config.source_vocab_size or None,
         width=config.width,
         max_source=config.max_source,
         max_target=config.max_target,
@@ -67,6 +72,23 @@ class MlpHead(nn.Module):
         return mapped
 
 
+class DenseNormHead(nn.Module):
+    """Linear, activation, norm before the output matrix: BERT's head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.into = nn.Linear(config.width, config.width)
+        self.norm = norm_of(config)
+        self.activation: Activation = config.activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        mapped: Tensor = self.norm(activated(self.into(x), self.activation))
+        return mapped
+
+
+_HEADS: dict[str, type[nn.Module]] = {"mlp": MlpHead, "dense_norm": DenseNormHead}
+
+
 class ReferenceModel(nn.Module):
     """An encoder-decoder of the FAT family: ``encode``, ``start``, ``step``, and ``forward`` for whole sequences."""
 
@@ -76,15 +98,19 @@ class ReferenceModel(nn.Module):
         super().__init__()
         self.config = config
         self.spec = spec_from_config(config)
-        self.source_embedding = nn.Embedding(config.vocab_size, config.width)
-        tied = config.tie_embeddings
-        self.target_embedding = self.source_embedding if tied else nn.Embedding(config.vocab_size, config.width)
-        self.output = self.source_embedding if tied else nn.Embedding(config.vocab_size, config.width)
+        self.source_embedding = nn.Embedding(config.source_vocab_size or config.vocab_size, config.width)
+        self.target_embedding = (
+            self.source_embedding if config.tie_embeddings else nn.Embedding(config.vocab_size, config.width)
+        )
+        self.output = self.target_embedding if config.ties_output else nn.Embedding(config.vocab_size, config.width)
+        self.output_bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.output_bias else None
+        self.source_norm = norm_of(config) if config.source_embedding_norm != "none" else None
+        self.target_norm = norm_of(config) if config.target_embedding_norm != "none" else None
         self.source_positions = Positions(config, config.max_source)
         self.target_positions = Positions(config, config.max_target)
         self.encoder = Encoder(config)
         self.decoder = Decoder(config)
-        self.head = MlpHead(config) if config.head == "mlp" else nn.Identity()
+        self.head = _HEADS[config.head](config) if config.head in _HEADS else nn.Identity()
         self.copy = nn.Linear(config.width, 1, bias=False) if config.copy else None
         self.length = nn.Linear(config.width, config.max_target) if self._has_length_head else None
         self.dropout = nn.Dropout(config.dropout)
@@ -97,6 +123,14 @@ class ReferenceModel(nn.Module):
         return self.config.parallel and self.config.length == "head"
 
     @property
+    def _source_norms(self) -> Norms:
+        return _norms(self.source_norm, self.config.source_embedding_norm)
+
+    @property
+    def _target_norms(self) -> Norms:
+        return _norms(self.target_norm, self.config.target_embedding_norm)
+
+    @property
     def _last(self) -> int:
         return self.config.decoder_layers - 1
 
@@ -105,7 +139,7 @@ class ReferenceModel(nn.Module):
         if not torch.compiler.is_exporting():
             self.spec.check_source(source.cpu().numpy(), source_mask.cpu().numpy())
         at = torch.arange(source.shape[1], device=source.device)
-        embedded = self.source_positions(self.source_embedding(source) * self.scale, at)
+        embedded = _placed(self.source_embedding(source) * self.scale, at, self.source_positions, self._source_norms)
         encoded = self.encoder(self.dropout(embedded), source_mask)
         keys, values = self.decoder.project(encoded)
         return SourceMemory(source, source_mask, keys, values, self._length_logits(encoded[-1], source_mask))
@@ -148,13 +182,15 @@ class ReferenceModel(nn.Module):
         embedded = self.target_embedding(tokens) * self.scale
         if gate is not None:
             embedded = embedded * gate
-        x = self.dropout(self.target_positions(embedded, call.at))
+        x = self.dropout(_placed(embedded, call.at, self.target_positions, self._target_norms))
         h, weights, state = self.decoder(x, state, memory, call)
         return Decoded(self.head(h), weights, self._copy_gate(h, gate)), state
 
     def logits(self, decoded: Decoded, memory: SourceMemory) -> Tensor:
         """Return scores [R, t, V]; with the copy mechanism they are log-probabilities."""
         logits = seams().project(decoded.hidden, self.output.weight)
+        if self.output_bias is not None:
+            logits = logits + self.output_bias
         if decoded.copy_gate is None:
             return logits
         probability = decoded.copy_gate * logits.softmax(-1)
@@ -197,6 +233,17 @@ class ReferenceModel(nn.Module):
         mean = (encoded * real).sum(1) / real.sum(1)
         logits: Tensor = self.length(mean)
         return logits
+
+
+def _norms(norm: Norm | None, place: EmbeddingNorm) -> Norms:
+    return (norm, None) if place == "before" else (None, norm)
+
+
+def _placed(x: Tensor, at: Tensor, positions: Positions, norms: Norms) -> Tensor:
+    """Return embedded tokens with their positions, through a norm before or after these are added."""
+    before, after = norms
+    placed: Tensor = positions(x if before is None else before(x), at)
+    return placed if after is None else after(placed)
 
 
 def kept(ranks: Tensor, config: ModelConfig) -> Tensor:

@@ -5,10 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fatdeploy.export.reference.config import ModelConfig
+from fatdeploy.export.reference.config import HeadShape, ModelConfig
 from fatdeploy.export.reference.seams import seams
-
-RELATIVE_WINDOW = 16
 
 
 def sinusoidal_table(length: int, width: int) -> Tensor:
@@ -57,17 +55,35 @@ class Positions(nn.Module):
 class RelativeScores(nn.Module):
     """A term of self-attention scores that depends on the distance of query i and key j: [H, I, J]."""
 
-    def __init__(self, config: ModelConfig, length: int) -> None:
+    def __init__(self, config: ModelConfig, heads: HeadShape, length: int) -> None:
         super().__init__()
         self.kind = config.relative
         self.length = length
-        columns = 2 * RELATIVE_WINDOW + 1 if self.kind == "table" else 2
-        self.weights = nn.Parameter(torch.zeros(config.heads, columns))
+        self.window = config.relative_window
+        columns = 2 * self.window + 1 if self.kind == "table" else 2
+        self.weights = nn.Parameter(torch.zeros(heads.count, columns))
 
     def forward(self, i: Tensor, j: Tensor) -> Tensor:
         distance = j[None, :] - i[:, None]
         if self.kind == "table":
-            return self.weights[:, distance.clamp(-RELATIVE_WINDOW, RELATIVE_WINDOW) + RELATIVE_WINDOW]
+            return self.weights[:, distance.clamp(-self.window, self.window) + self.window]
         angles = -distance.to(self.weights.dtype) * (math.pi / self.length)
         turns = torch.stack([angles.sin(), angles.cos()])  # [2, I, J]
         return torch.einsum("hc,cij->hij", self.weights, turns)
+
+    def within(self, x: Tensor) -> Tensor:
+        """Return the scores [H, L, L] of all pairs of positions in x [B, L, M]."""
+        at = torch.arange(x.shape[1], device=x.device)
+        scores: Tensor = self(at, at)
+        return scores
+
+
+def stack_relative(config: ModelConfig, heads: HeadShape, length: int) -> RelativeScores | None:
+    """Return the relative scores that all layers of a stack share, if they do."""
+    shared = config.relative != "none" and not config.relative_each_layer
+    return RelativeScores(config, heads, length) if shared else None
+
+
+def layer_relative(config: ModelConfig, heads: HeadShape, length: int) -> RelativeScores | None:
+    """Return the relative scores of one layer, if each has its own."""
+    return RelativeScores(config, heads, length) if config.relative_each_layer else None

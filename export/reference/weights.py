@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from fatdeploy.export.reference.attention import FeatureMap
 from fatdeploy.export.reference.config import ModelConfig
-from fatdeploy.export.reference.model import MlpHead, ReferenceModel
+from fatdeploy.export.reference.layers import Norm
+from fatdeploy.export.reference.model import DenseNormHead, MlpHead, ReferenceModel
 from fatdeploy.export.reference.presets import config_from_preset
 
 # Standard deviation of every weight, times √M. On its own it leaves the tiny presets and every `fat` dull (measured: 7
@@ -36,7 +37,7 @@ def random_model(config: ModelConfig, seed: int = 0) -> ReferenceModel:
         for name, parameter in model.named_parameters():
             parameter.normal_(0, SPREAD / math.sqrt(config.width), generator=_generator(seed, name))
         for name, module in model.named_modules():
-            if isinstance(module, nn.LayerNorm):
+            if isinstance(module, Norm):
                 module.weight.add_(1)
             if isinstance(module, FeatureMap) and module.has_projection:
                 module.projection.copy_(drawn_projection(module, _generator(seed, name)))
@@ -63,15 +64,19 @@ def _centre(model: ReferenceModel, generator: torch.Generator) -> None:
     """Subtract from the hidden state and the length head their mean over random sources and targets."""
     config = model.config
     source, target = (
-        torch.randint(0, config.vocab_size, (32, min(length, longest)), generator=generator)
-        for length, longest in ((16, config.max_source), (24, config.max_target))
+        torch.randint(0, n_ids, (32, min(length, longest)), generator=generator)
+        for n_ids, length, longest in (
+            (model.spec.n_source_ids, 16, config.max_source),
+            (config.vocab_size, 24, config.max_target),
+        )
     )
     if config.parallel:
         target = torch.full_like(target, config.bos_id)
     memory = model.encode(source, torch.ones_like(source, dtype=torch.bool))
     decoded, _ = model.decode(target, model.stateless(), memory)
     last = model.head.out if isinstance(model.head, MlpHead) else last_norm(model)
-    last.bias.sub_(_on_grid(decoded.hidden.mean((0, 1))))
+    if not isinstance(last, nn.RMSNorm):  # it has no bias
+        last.bias.sub_(_on_grid(decoded.hidden.mean((0, 1))))
     if model.length is not None and memory.length_logits is not None:
         model.length.bias.sub_(_on_grid(memory.length_logits.mean(0)))
 
@@ -85,8 +90,10 @@ def _generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
 
 
-def last_norm(model: ReferenceModel) -> nn.LayerNorm:
-    """Return the norm whose output the head or the output matrix reads."""
+def last_norm(model: ReferenceModel) -> Norm:
+    """Return the norm whose output an MLP head or the output matrix reads."""
+    if isinstance(model.head, DenseNormHead):
+        return model.head.norm
     if model.decoder.norm is not None:
         return model.decoder.norm
     return model.decoder.stack()[-1].ffn.residual.norm

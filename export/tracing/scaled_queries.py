@@ -43,5 +43,5 @@ def _query_weights(module: nn.Module) -> list[torch.Tensor]:
     packed = getattr(module, "qkv", None)
     linear = module.q if packed is None else packed
     assert isinstance(linear, nn.Linear)  # noqa: S101 - every attention with scores has one of the two
-    width = linear.in_features
-    return [tensor.detach()[:width] for tensor in (linear.weight, linear.bias)]
+    width = linear.out_features // (1 if packed is None else 3)
+    return [parameter.detach()[:width] for parameter in linear.parameters()]

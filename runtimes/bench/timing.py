@@ -65,7 +65,8 @@ class Endless:
         # Suppressing EOS with a processor would copy every score of every step, and the times would include that.
         self.spec = replace(engine.spec, eos_id=engine.spec.vocab_size)
         self.encode, self.step, self.reorder = engine.encode, engine.step, engine.reorder
-        self.length_log_probs, self.output_rows = engine.length_log_probs, engine.output_rows
+        self.length_log_probs = engine.length_log_probs
+        self.output_rows, self.output_bias = engine.output_rows, engine.output_bias
         self.release, self.close = engine.release, engine.close
 
 
@@ -98,7 +99,7 @@ def timed_decode(
 
 def random_sources(spec: ModelSpec, count: int, length: int) -> list[NDArray[np.int64]]:
     """Return random sources, the same on every machine; a small batch is the beginning of a large one."""
-    ordinary = np.setdiff1d(np.arange(spec.vocab_size), [spec.pad_id, spec.bos_id, spec.eos_id])
+    ordinary = spec.ordinary_ids()
     # One generator per row: rows must not depend on the size of their batch.
     return [np.random.default_rng([row, length]).choice(ordinary, length) for row in range(count)]
 

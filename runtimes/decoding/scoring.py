@@ -22,9 +22,11 @@ class Scorer:
         self.spec, self.processors = engine.spec, processors
         self._listed: NDArray[np.int64] | None = None
         self._matrix: Floats | None = None  # [n, M]
+        self._bias: Floats | None = None  # [n]
         if options.shortlist is not None:
             self._listed = np.unique([*options.shortlist, *options.end_ids(engine.spec)]).astype(np.int64)
             self._matrix = engine.output_rows(self._listed)
+            self._bias = engine.output_bias(self._listed)
         self._scratch: dict[str, Floats] = {}
 
     @property
@@ -81,6 +83,8 @@ class Scorer:
         rows = hidden if len(hidden) > 1 else np.repeat(hidden, 2, 0)
         result = self._buffer("product", (len(rows), len(matrix)))
         multiply(rows, matrix, result)
+        if self._bias is not None:
+            np.add(result, self._bias, out=result)
         return result[: len(hidden)]
 
     def _log_sums(self, shifted: Floats) -> Floats:

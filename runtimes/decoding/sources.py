@@ -57,8 +57,8 @@ def wrong_source(row: SourceRow, spec: ModelSpec) -> str:
         return f"ids must be integers, found {row.dtype}"
     if len(row) > spec.max_source:
         return f"has {len(row)} tokens, more than max_source = {spec.max_source} (truncate=True, --truncate: cut it)"
-    wrong = [int(token) for token in row.tolist() if not 0 <= token < spec.vocab_size]
-    return f"ids must lie in 0…{spec.vocab_size - 1}, found {wrong[0]}" if wrong else ""
+    wrong = [int(token) for token in row.tolist() if not 0 <= token < spec.n_source_ids]
+    return f"ids must lie in 0…{spec.n_source_ids - 1}, found {wrong[0]}" if wrong else ""
 
 
 def padded(sources: Sequence[SourceIds] | CheckedSources, spec: ModelSpec) -> tuple[Tokens, Mask]:

@@ -1,4 +1,4 @@
-"""Rows of a bundle's output matrix, read from the weights file without touching the rest of it."""
+"""Rows of a bundle's output matrix and its bias, read from the weights file without touching the rest of it."""
 
 import math
 from typing import Any
@@ -29,6 +29,16 @@ def stored_output_rows(bundle: Bundle, ids: Ids) -> Floats | None:
     if matrix is None or width is None:
         return None
     return _integers(bundle, matrix, ids, width) if matrix.scales is not None else _floats(bundle, matrix, ids, width)
+
+
+def stored_output_bias(bundle: Bundle, ids: Ids) -> Floats | None:
+    """Return what a bundle adds to the products with the rows of ids, [n]; None if it adds nothing."""
+    check_ids(bundle.spec, ids)
+    matrix = bundle.manifest.output_matrix
+    if matrix is None or matrix.bias is None:
+        return None
+    bias: Floats = _mapped(bundle, matrix.bias, "float32", (bundle.spec.vocab_size, 1))[ids, 0]
+    return bias
 
 
 def _floats(bundle: Bundle, matrix: OutputMatrix, ids: Ids, width: int) -> Floats:

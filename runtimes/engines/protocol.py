@@ -96,6 +96,10 @@ class Engine(Stepper[State], Protocol[State]):
         """
         ...
 
+    def output_bias(self, ids: Ids) -> Floats | None:
+        """Return what is added to the products with the output rows of ids, [n]; None if nothing is."""
+        ...
+
     def close(self) -> None:
         """Free everything; the engine cannot be used afterwards."""
         ...

@@ -43,8 +43,14 @@ def forced_logits(
 
 
 def step_logits(engine: Stepper[State], tokens: Tokens, state: State) -> Floats:
-    """Return the logits [R, t, V] of a step."""
+    """Return the logits [R, t, V] of a step; tokens that are never chosen have the least."""
     logits = engine.step(tokens, state, Want.LOGITS).logits
     if logits is None:
         raise ParityFailed("the engine returned no logits although they were wanted")
+    if not engine.spec.silent_ids:
+        return logits
+    # Not -inf: the noise of logits is bounded relative to the largest of those that mean something.
+    audible = np.delete(logits, engine.spec.silent_ids, -1)
+    logits = logits.copy()
+    logits[..., engine.spec.silent_ids] = audible.min(-1, keepdims=True)
     return logits

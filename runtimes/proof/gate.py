@@ -134,8 +134,10 @@ def forced_fidelity(engine: Engine[State], material: Material) -> Fidelity:
 def _same_sequences(engine: Engine[State], batch: Material) -> int:
     """Return how many sources get the reference's target when the engine continues from its own tokens."""
     sources = [ids[real] for ids, real in zip(batch.source, batch.mask, strict=True)]
+    silent = engine.spec.silent_ids
     parallel = engine.spec.decoding == "parallel"
-    options = DecodeOptions() if parallel else DecodeOptions(max_new_tokens=batch.tokens.shape[1])
+    most = None if parallel else batch.tokens.shape[1]
+    options = DecodeOptions(max_new_tokens=most, suppress_tokens=silent)
     hypotheses = decode(engine, sources, options)
     targets = batch.targets(engine.spec)
     return sum(list(hypothesis.tokens) == target for hypothesis, target in zip(hypotheses, targets, strict=True))

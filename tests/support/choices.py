@@ -56,6 +56,60 @@ DECODER: list[dict[str, Any]] = [
     {"cross_wiring": "matched", "norm": "post"},
 ]
 
+# Values that models of other origins need, alone and as families have them together.
+OTHERS: list[dict[str, Any]] = [
+    {"norm_kind": "rms", "norm_eps": 1e-6},
+    {"norm_kind": "rms", "norm": "post"},
+    {"norm_eps": 1e-12, "norm": "post"},
+    {"biases": False},
+    {"activation": "gelu_tanh", "gated": True},
+    {"inner_width": 48},
+    {"decoder_heads": 4, "relative": "table"},
+    {"decoder_ffn_width": 24},
+    {"source_embedding_norm": "after", "target_embedding_norm": "before"},
+    {"source_embedding_norm": "before", "target_embedding_norm": "after", "norm": "post"},
+    {"output_bias": True},
+    {"output_bias": True, "copy": True},
+    {"tie_output": "no"},
+    {"tie_embeddings": False, "tie_output": "yes"},
+    {"tie_embeddings": False, "source_vocab_size": 51},
+    {"relative": "table", "relative_window": 3},
+    {"relative": "table", "relative_window": 5, "relative_each_layer": True},
+    {"relative": "angle", "relative_each_layer": True},
+    {"head": "dense_norm", "activation": "gelu"},
+    {
+        "norm_kind": "rms",
+        "biases": False,
+        "gated": True,
+        "activation": "gelu_tanh",
+        "inner_width": 24,
+        "positions": "none",
+        "relative": "table",
+        "relative_window": 6,
+        "relative_each_layer": True,
+        "encoder_attention": "dot",
+        "decoder_attention": "dot",
+        "cross_attention": "dot",
+        "tie_output": "no",
+        "scale_embeddings": False,
+        "decoder_heads": 4,
+    },
+    {
+        "norm": "post",
+        "norm_eps": 1e-12,
+        "activation": "gelu",
+        "head": "dense_norm",
+        "output_bias": True,
+        "positions": "learned",
+        "source_embedding_norm": "after",
+        "target_embedding_norm": "after",
+        "tie_embeddings": False,
+        "tie_output": "yes",
+        "source_vocab_size": 51,
+        "decoder_ffn_width": 40,
+    },
+]
+
 REST: list[dict[str, Any]] = [
     {"norm": "post"},
     {"activation": "gelu"},
@@ -79,6 +133,9 @@ REST: list[dict[str, Any]] = [
     {"encoder_layers": 3, "decoder_layers": 1},
     {"heads": 1},
     {"pad_id": 5, "bos_id": 0, "eos_id": 9},
+    {"pad_id": 3, "bos_id": 3, "eos_id": 9},
+    {"pad_id": 7, "bos_id": 9, "eos_id": 9},
+    *OTHERS,
 ]
 
 # Turns the preset ``fast`` into a plain transformer.
@@ -105,7 +162,7 @@ def drawn_batch(config: ModelConfig, lengths: list[int], targets: int, seed: int
     draw = np.random.default_rng(seed)
     source = np.full((len(lengths), max(lengths)), config.pad_id)
     mask = np.arange(max(lengths)) < np.array(lengths)[:, None]
-    source[mask] = draw.integers(0, config.vocab_size, mask.sum())
+    source[mask] = draw.integers(0, config.source_vocab_size or config.vocab_size, mask.sum())
     target = draw.integers(0, config.vocab_size, (len(lengths), targets))
     target[:, 0] = config.bos_id
     return torch.from_numpy(source), torch.from_numpy(mask), torch.from_numpy(target)
@@ -128,4 +185,11 @@ def legal(values: dict[str, Any]) -> bool:
         or (values["cross_wiring"] == "matched" and values["encoder_layers"] != values["decoder_layers"])
         or (values["positional_mlp"] and values["positions"] == "none")
         or (values["hybrid"] and values["decoding"] == "parallel")
+        or (values["relative_each_layer"] and values["relative"] == "none")
+        or (
+            (not values["biases"] or values["inner_width"])
+            and (encoder in {"slow", "compressed", "synthesizer"} or values["cross_attention"] == "fast_fc")
+        )
+        or (values["bos_id"] == 2 and (values["decoding"] == "parallel" or values["hybrid"]))
+        or (values["source_vocab_size"] and (values["tie_embeddings"] or values["copy"] or values["hybrid"]))
     )

@@ -183,6 +183,9 @@ class HuggingFaceEngine:
     def output_rows(self, ids: Tokens) -> None:
         """The whole vocabulary is always computed."""
 
+    def output_bias(self, ids: Tokens) -> None:
+        """The whole vocabulary is always computed."""
+
     def release(self, state: HuggingFaceState) -> None:
         """Nothing is kept for the next state."""
 

@@ -26,7 +26,7 @@ from fatdeploy.runtimes.engines.ort.sessions import (
     opened_sessions,
     run_failed,
 )
-from fatdeploy.runtimes.engines.output_matrix import stored_output_rows
+from fatdeploy.runtimes.engines.output_matrix import stored_output_bias, stored_output_rows
 from fatdeploy.runtimes.engines.protocol import Capacity, Floats, Ids, Rows, StepOut, Want
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
@@ -157,6 +157,10 @@ class OrtEngine:
     def output_rows(self, ids: Ids) -> Floats | None:
         """Return the rows of the output matrix that belong to ids, [n, M]; None if the bundle has none."""
         return stored_output_rows(self._bundle, ids)
+
+    def output_bias(self, ids: Ids) -> Floats | None:
+        """Return what is added to the products with the rows of ids, [n]; None if nothing is."""
+        return stored_output_bias(self._bundle, ids)
 
     def release(self, state: OrtState) -> None:
         """Take a state back: the next decode of the same shapes reuses its buffers."""

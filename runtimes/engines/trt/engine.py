@@ -13,7 +13,7 @@ from fatdeploy.bundle import Bundle
 from fatdeploy.errors import ConfigError, DeviceFailed, OutOfDeviceMemory
 from fatdeploy.plans import Part
 from fatdeploy.runtimes.engines.checks import check_length_head, check_step, check_want, checked_move, released_state
-from fatdeploy.runtimes.engines.output_matrix import stored_output_rows
+from fatdeploy.runtimes.engines.output_matrix import stored_output_bias, stored_output_rows
 from fatdeploy.runtimes.engines.protocol import Capacity, Floats, Ids, Rows, StepOut, Want, copied, joined
 from fatdeploy.runtimes.engines.results import step_out_from_arrays
 from fatdeploy.runtimes.engines.trt.bindings import bound_encoder, bound_step, results_of
@@ -179,6 +179,10 @@ class TrtEngine:
     def output_rows(self, ids: Ids) -> Floats | None:
         """Return the rows of the output matrix that belong to ids, [n, M]; None if the bundle has none."""
         return stored_output_rows(self._bundle, ids)
+
+    def output_bias(self, ids: Ids) -> Floats | None:
+        """Return what is added to the products with the rows of ids, [n]; None if nothing is."""
+        return stored_output_bias(self._bundle, ids)
 
     def release(self, state: TrtState) -> None:
         """Take a state back: the next decode of the same shape reuses its memory and recordings."""

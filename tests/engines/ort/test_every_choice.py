@@ -71,7 +71,7 @@ def test_every_choice_gives_the_references_tokens(changes: dict[str, Any], tmp_p
         EagerEngine(model),
     )
     draw = np.random.default_rng(3)
-    sources = [draw.integers(3, 64, length).tolist() for length in (1, 2, 9, 40)]
+    sources = [draw.integers(3, model.spec.n_source_ids, length).tolist() for length in (1, 2, 9, 40)]
     options = DecodeOptions(max_new_tokens=24)
     expected = decode(reference, sources, options)
     assert decode(engine, sources, options) == expected

@@ -72,7 +72,9 @@ def small_product(folder: Path) -> Path:
 
 def as_integers(graph: Path, recipe: MatrixRecipe, bits: int = 7) -> Path:
     (only,) = products_of(read_structure(graph).graph)
-    return quantized(graph, graph.with_name("new.onnx"), Recipe({only.name: recipe}, vocab_size=99, bits=bits))
+    return quantized(
+        graph, graph.with_name("new.onnx"), Recipe({only.name: recipe}, table_sizes=frozenset([99]), bits=bits)
+    )
 
 
 @pytest.mark.parametrize("bits", [7, 8])
@@ -127,7 +129,7 @@ def looked_up_and_multiplied(folder: Path, table: np.ndarray) -> tuple[onnx.Mode
     )
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), folder / "tied.onnx")
-    recipe = Recipe({"part": MatrixRecipe("int4")}, vocab_size=len(table))
+    recipe = Recipe({"part": MatrixRecipe("int4")}, table_sizes=frozenset([len(table)]))
     new = quantized(folder / "tied.onnx", folder / "new.onnx", recipe)
     return onnx.load(new), new
 
@@ -218,7 +220,7 @@ def test_matrices_that_stay_are_untouched_and_unknown_ones_refused(tmp_path: Pat
     graph, x = small_product(tmp_path), DRAW.standard_normal((3, K)).astype(np.float32)
     np.testing.assert_array_equal(run(as_integers(graph, MatrixRecipe("fp32")), x), run(graph, x))
     with pytest.raises(ExportFailed, match=r"small.onnx has no matrices \['other'\], only \['part'\]"):
-        quantized(graph, tmp_path / "new.onnx", Recipe({"other": MatrixRecipe("int8")}, vocab_size=99))
+        quantized(graph, tmp_path / "new.onnx", Recipe({"other": MatrixRecipe("int8")}, table_sizes=frozenset([99])))
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_numbers_are_those_of_bytes_and_their_scales(tmp_path: Path) -> None:
     chosen = symmetric_range(x, (float(x.min()), float(x.max())), "min-max")
     columns = columns_from_matrix(matrix, 8)
     for activations, expected in ((None, x), (chosen, chosen.restored(x))):
-        recipe = Recipe({"part": MatrixRecipe("int8", activations)}, 99, bits=8)
+        recipe = Recipe({"part": MatrixRecipe("int8", activations)}, frozenset([99]), bits=8)
         result = with_scales(graph, tmp_path / "quantized.onnx", recipe)
         np.testing.assert_allclose(ran(result, x=x)[0], expected @ columns.restored(), rtol=1e-4, atol=1e-4)
         rounding = [] if activations is None else ["QuantizeLinear", "DequantizeLinear"]

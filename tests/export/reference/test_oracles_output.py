@@ -8,6 +8,7 @@ import torch
 
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.presets import config_from_preset
+from tests.support.choices import OTHERS, PLAIN, name_of
 from tests.support.oracles.checks import (
     SOURCE_LENGTHS,
     batch_of,
@@ -31,6 +32,14 @@ def test_sinusoidal_positions(length: int, width: int) -> None:
     assert table.dtype == torch.float32
     expected = [sinusoid(position, width) for position in range(length)]
     np.testing.assert_allclose(table.numpy(), expected, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("changes", OTHERS, ids=name_of)
+def test_values_of_other_families(changes: dict[str, Any]) -> None:
+    sizes = {"source_vocab_size": 31} if "source_vocab_size" in changes else {}
+    model = double_model("fast-tiny", **{**PLAIN, **changes, **sizes})
+    check_whole(model)
+    check_steps(model)
 
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "learned"])

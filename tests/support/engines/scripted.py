@@ -39,6 +39,9 @@ class ScriptedEngine:
     def output_rows(self, ids: np.ndarray) -> None:
         return None
 
+    def output_bias(self, ids: np.ndarray) -> None:
+        return None
+
     def release(self, state: list[list[int]]) -> None:
         self.released += 1
 

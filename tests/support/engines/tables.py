@@ -79,6 +79,9 @@ class TableEngine:
     def output_rows(self, ids: Sequence[int]) -> Floats:
         return np.eye(self.spec.vocab_size, dtype=np.float32)[ids]
 
+    def output_bias(self, ids: Sequence[int]) -> None:
+        return None
+
     def length_log_probs(self, state: list[Row]) -> Floats:
         raise NotImplementedError
 

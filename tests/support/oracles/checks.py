@@ -43,7 +43,9 @@ def double_model(preset: str = "transformer-tiny", **changes: Any) -> ReferenceM
 def batch_of(config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Return source, mask and target; the padding of the source is ordinary tokens, which nothing may read."""
     generator = torch.Generator().manual_seed(11)
-    source = torch.randint(3, config.vocab_size, (3, max(SOURCE_LENGTHS)), generator=generator)
+    source = torch.randint(
+        3, config.source_vocab_size or config.vocab_size, (3, max(SOURCE_LENGTHS)), generator=generator
+    )
     source[:, 1:4:2] = source[:, :1]  # a token that a source repeats
     mask = torch.arange(source.shape[1]) < torch.tensor(SOURCE_LENGTHS)[:, None]
     if config.parallel:

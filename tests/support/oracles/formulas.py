@@ -24,11 +24,11 @@ Relative = Callable[[int, int, int], float]  # of head, query, key
 class Weights:
     """A model's arrays below one dotted name."""
 
-    def __init__(self, arrays: dict[str, NDArray[Any]], prefix: str = "") -> None:
-        self.arrays, self.prefix = arrays, prefix
+    def __init__(self, arrays: dict[str, NDArray[Any]], config: ModelConfig, prefix: str = "") -> None:
+        self.arrays, self.config, self.prefix = arrays, config, prefix
 
     def below(self, name: str) -> "Weights":
-        return Weights(self.arrays, f"{self.prefix}{name}.")
+        return Weights(self.arrays, self.config, f"{self.prefix}{name}.")
 
     def __contains__(self, name: str) -> bool:
         return self.prefix + name in self.arrays
@@ -43,11 +43,17 @@ class Weights:
         assert (f"{name}.bias" in self) == has_bias, f"bias of {self.prefix}{name}"
         return self[f"{name}.weight"] @ x
 
+    def projected(self, name: str, x: Vector) -> Vector:
+        """Return a projection of an attention or a feed-forward network, which may have no biases."""
+        return self.linear(name, x) if self.config.biases else self.unbiased(name, x)
+
     def norm(self, name: str, x: Vector) -> Vector:
-        mean = sum(x) / len(x)
+        rms, eps = self.config.norm_kind == "rms", self.config.norm_eps
+        mean = 0.0 if rms else sum(x) / len(x)
         variance = sum((value - mean) ** 2 for value in x) / len(x)
-        scaled = np.array([(value - mean) / math.sqrt(variance + 1e-5) for value in x])
-        return scaled * self[f"{name}.weight"] + self[f"{name}.bias"]
+        scaled = np.array([(value - mean) / math.sqrt(variance + eps) for value in x]) * self[f"{name}.weight"]
+        assert (f"{name}.bias" in self) != rms
+        return scaled if rms else scaled + self[f"{name}.bias"]
 
 
 def dot(a: Floats, b: Floats) -> float:
@@ -72,6 +78,7 @@ def activated(x: Vector, kind: str) -> Vector:
     function = {
         "relu": lambda value: max(value, 0.0),
         "gelu": lambda value: value * (1 + math.erf(value / math.sqrt(2))) / 2,
+        "gelu_tanh": lambda value: value * (1 + math.tanh(math.sqrt(2 / math.pi) * (value + 0.044715 * value**3))) / 2,
         "swish": lambda value: value / (1 + math.exp(-value)),
     }[kind]
     return np.array([function(value) for value in x.tolist()])
@@ -123,7 +130,8 @@ def relative_of(w: Weights, config: ModelConfig, length: int) -> Relative:
         return lambda h, i, j: 0.0
     numbers = w["relative.weights"]
     if config.relative == "table":
-        return lambda h, i, j: numbers[h][max(-16, min(16, j - i)) + 16]
+        window = config.relative_window
+        return lambda h, i, j: numbers[h][max(-window, min(window, j - i)) + window]
 
     def angle(h: int, i: int, j: int) -> float:
         turn = math.pi * (i - j) / length
@@ -146,7 +154,7 @@ def score(kind: object, w: Weights, h: int, pair: tuple[Floats, Floats]) -> floa
 
 def qkv_of(w: Weights, config: ModelConfig, xs: Rows) -> tuple[list[Any], list[Any], list[Any]]:
     """Return queries, keys and values, each [position][head][feature]."""
-    projected = [np.split(w.linear("qkv", x), 3) for x in xs]
+    projected = [np.split(w.projected("qkv", x), 3) for x in xs]
     q, k, v = ([heads_of(x, config.heads) for x in part] for part in zip(*projected, strict=True))
     return q, k, v
 
@@ -161,7 +169,7 @@ def softmax_attention(w: Weights, config: ModelConfig, kind: object, xs: Rows, s
             js = [j for j in range(len(xs)) if seen(h, i, j)]
             alphas = softmax([score(kind, w, h, (q[i][h], k[j][h])) + relative(h, i, j) for j in js])
             parts += mixed(alphas, [v[j][h] for j in js])
-        results.append(w.linear("out", np.array(parts)))
+        results.append(w.projected("out", np.array(parts)))
     return results
 
 
@@ -201,7 +209,7 @@ def shortened(w: Weights, config: ModelConfig, rows: Rows, name: str) -> Rows:
 
 
 def shortened_attention(w: Weights, config: ModelConfig, xs: Rows) -> Rows:
-    queries, keys, values = zip(*(np.split(w.linear("qkv", x), 3) for x in xs), strict=True)
+    queries, keys, values = zip(*(np.split(w.projected("qkv", x), 3) for x in xs), strict=True)
     k = [heads_of(x, config.heads) for x in shortened(w, config, list(keys), "keys")]
     v = [heads_of(x, config.heads) for x in shortened(w, config, list(values), "values")]
     results = []
@@ -270,7 +278,7 @@ def linear_attention(w: Weights, config: ModelConfig, xs: Rows, seen: Any) -> Ro
             js = [j for j in range(n) if seen(h, i, j)]
             kernel = [dot(queries[i], keys[j]) for j in js]
             results[i] += quotient(config, mixed(kernel, [v[j][h] for j in js]), sum(kernel))
-    return [w.linear("out", np.array(result)) for result in results]
+    return [w.projected("out", np.array(result)) for result in results]
 
 
 def recurrent_attention(w: Weights, config: ModelConfig, xs: Rows) -> Rows:
@@ -288,7 +296,7 @@ def recurrent_attention(w: Weights, config: ModelConfig, xs: Rows) -> Rows:
                     sums[f][d] += feature * v[t][h][d]
             query = phi(w, config, q[t][h], h)
             results[t] += quotient(config, mixed(query, sums), dot(query, normaliser))
-    return [w.linear("out", np.array(result)) for result in results]
+    return [w.projected("out", np.array(result)) for result in results]
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Whole models, assembled from the loops in ``formulas``: both stacks, cross-attention, gate, copying, heads."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from torch import nn
@@ -33,7 +34,10 @@ class Oracle:
 
     def __init__(self, model: nn.Module, config: ModelConfig) -> None:
         self.config = config
-        self.weights = Weights({name: tensor.numpy(force=True) for name, tensor in model.state_dict().items()})
+        # The decoder's own number of heads, for the functions that know one number.
+        self.above = replace(config, encoder_attention="dot", heads=config.decoder_heads or config.heads)
+        arrays = {name: tensor.numpy(force=True) for name, tensor in model.state_dict().items()}
+        self.weights = Weights(arrays, config)
 
     def encode(self, source: list[int]) -> Trace:
         """Return the encoder's trace; decoder layers project their keys from its outputs."""
@@ -43,9 +47,7 @@ class Oracle:
         assert ("query_norm.weight" in w) == (self.config.encoder_attention == "slow" and self.config.norm == "pre")
         for layer in range(self.config.encoder_layers):
             weights = w.below(f"layers.{layer}")
-            attended = self._encoder_attention(
-                weights.below("attention"), embedded, self._enter(weights, "residual.norm", xs)
-            )
+            attended = self._encoder_attention(weights, embedded, self._enter(weights, "residual.norm", xs))
             xs = self._feed_forward(weights, self._leave(weights, "residual.norm", xs, attended))
             trace.attended.append(attended)
             trace.outputs.append(self._final(w, xs))
@@ -58,9 +60,7 @@ class Oracle:
         alphas: list[list[list[float]]] = []
         for layer in range(self.config.decoder_layers):
             weights, memory = w.below(f"layers.{layer}"), self.memory(encoded, layer)
-            attended = self._decoder_attention(
-                weights.below("attention"), self._enter(weights, "self_residual.norm", xs)
-            )
+            attended = self._decoder_attention(weights, self._enter(weights, "self_residual.norm", xs))
             xs = self._leave(weights, "self_residual.norm", xs, attended)
             inner = self._enter(weights, "cross_residual.norm", xs)
             crossed, alphas = self._cross_attention(weights.below("cross"), memory, inner)
@@ -79,7 +79,7 @@ class Oracle:
     def memory_pairs(self, encoded: Trace, layer: int) -> tuple[Rows, Rows]:
         """Return the projected keys and values [position][M] of a decoder layer."""
         w = self.weights.below(f"decoder.layers.{layer}.cross")
-        keys, values = zip(*(np.split(w.linear("kv", m), 2) for m in self.memory(encoded, layer)), strict=True)
+        keys, values = zip(*(np.split(w.projected("kv", m), 2) for m in self.memory(encoded, layer)), strict=True)
         return list(keys), list(values)
 
     def length_logits(self, encoded: Trace) -> Vector:
@@ -99,7 +99,11 @@ class Oracle:
     def _embedded(self, side: str, position: int, token: int, open_: bool = True) -> Vector:
         x = self.weights[f"{side}_embedding.weight"][token]
         x = x * math.sqrt(self.config.width) if self.config.scale_embeddings else x
-        return placed(self.weights.below(f"{side}_positions"), self.config, position, x if open_ else np.zeros_like(x))
+        x = x if open_ else np.zeros_like(x)
+        norm = getattr(self.config, f"{side}_embedding_norm")
+        x = self.weights.norm(f"{side}_norm", x) if norm == "before" else x
+        x = placed(self.weights.below(f"{side}_positions"), self.config, position, x)
+        return self.weights.norm(f"{side}_norm", x) if norm == "after" else x
 
     def _enter(self, w: Weights, norm: str, xs: Rows) -> Rows:
         """Return the input of a sub-layer f in x + f(LN(x)) or LN(x + f(x))."""
@@ -110,19 +114,26 @@ class Oracle:
         return added if self.config.norm == "pre" else [w.norm(norm, x) for x in added]
 
     def _feed_forward(self, w: Weights, xs: Rows) -> Rows:
-        ys = [
-            w.linear("ffn.out", activated(w.linear("ffn.into", x), self.config.activation))
-            for x in self._enter(w, "ffn.residual.norm", xs)
-        ]
+        ys = [w.projected("ffn.out", self._inner(w, x)) for x in self._enter(w, "ffn.residual.norm", xs)]
         return self._leave(w, "ffn.residual.norm", xs, ys)
+
+    def _inner(self, w: Weights, x: Vector) -> Vector:
+        inner = w.projected("ffn.into", x)
+        if not self.config.gated:
+            return activated(inner, self.config.activation)
+        gate, up = np.split(inner, 2)
+        return activated(gate, self.config.activation) * up
 
     def _final(self, w: Weights, xs: Rows) -> Rows:
         assert ("norm.weight" in w) == (self.config.norm == "pre")
         return [w.norm("norm", x) for x in xs] if self.config.norm == "pre" else xs
 
-    def _encoder_attention(self, w: Weights, embedded: Rows, xs: Rows) -> Rows:
+    def _encoder_attention(self, layer: Weights, embedded: Rows, xs: Rows) -> Rows:
         config, kind = self.config, self.config.encoder_attention
-        relative = relative_of(self.weights.below("encoder"), config, config.max_source)
+        relative = relative_of(
+            layer if config.relative_each_layer else self.weights.below("encoder"), config, config.max_source
+        )
+        w = layer.below("attention")
         if kind == "slow":
             return slow_attention(w, config, embedded, xs, self._sees_source, relative)
         if kind in ("linformer", "compressed"):
@@ -148,25 +159,27 @@ class Oracle:
             return i < config.n_global_tokens or j < config.n_global_tokens or i == j
         return True
 
-    def _decoder_attention(self, w: Weights, xs: Rows) -> Rows:
-        config, kind = self.config, self.config.decoder_attention
+    def _decoder_attention(self, layer: Weights, xs: Rows) -> Rows:
+        config, kind, w = self.above, self.config.decoder_attention, layer.below("attention")
         if kind == "linear":
             return recurrent_attention(w, config, xs)
 
         def sees(h: int, i: int, j: int) -> bool:
             return kind == "full" or (j <= i and (kind != "local" or i - j <= config.window))
 
-        relative = relative_of(self.weights.below("decoder"), config, config.max_target)
+        relative = relative_of(
+            layer if config.relative_each_layer else self.weights.below("decoder"), config, config.max_target
+        )
         return softmax_attention(w, config, kind, xs, sees, relative)
 
     def _cross_attention(self, w: Weights, memory: Rows, xs: Rows) -> tuple[Rows, list[list[list[float]]]]:
         """Return the sub-layer's outputs, and its weights [position][head][source position]."""
-        config = self.config
-        keys, values = zip(*(np.split(w.linear("kv", m), 2) for m in memory), strict=True)
+        config = self.above
+        keys, values = zip(*(np.split(w.projected("kv", m), 2) for m in memory), strict=True)
         k, v = ([heads_of(x, config.heads) for x in part] for part in (keys, values))
         results, weights = [], []
         for t, x in enumerate(xs):
-            queries = heads_of(w.linear("q", x), config.heads)
+            queries = heads_of(w.projected("q", x), config.heads)
             alphas = [
                 self._cross_weights(w, t, h, [score(config.cross_attention, w, h, (queries[h], key[h])) for key in k])
                 for h in range(config.heads)
@@ -175,7 +188,7 @@ class Oracle:
             if config.cross_attention == "fast_fc":
                 results.append(w.unbiased("out", sigmoid(w.linear("gate", x)) * context))
             else:
-                results.append(w.linear("out", context))
+                results.append(w.projected("out", context))
             weights.append(alphas)
         return results, weights
 
@@ -192,12 +205,16 @@ class Oracle:
         top, config = h, self.config
         if config.head == "mlp":
             top = self.weights.linear("head.out", activated(self.weights.linear("head.into", h), config.activation))
+        if config.head == "dense_norm":
+            top = self.weights.norm("head.norm", activated(self.weights.linear("head.into", h), config.activation))
         logits = (self.weights["output.weight"] @ top).tolist()
+        if config.output_bias:
+            logits = [x + bias for x, bias in zip(logits, self.weights["output_bias"], strict=True)]
         if not config.copy:
             return np.array(logits)
         generated = float(sigmoid(self.weights.unbiased("copy", h))[0]) if open_ else 1.0
         probabilities = [generated * p for p in softmax(logits)]
         for j, token in enumerate(source):
-            mean = sum(alphas[head][j] for head in range(config.heads)) / config.heads
+            mean = sum(alphas[head][j] for head in range(len(alphas))) / len(alphas)
             probabilities[token] += (1 - generated) * mean
         return np.array([math.log(p + 1e-9) for p in probabilities])

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fatdeploy.bundle import read_bundle, write_manifest
 from fatdeploy.errors import ConfigError
@@ -28,8 +29,9 @@ def drop_graphs(folder: Path) -> None:
 def _matrix_alone(matrix: OutputMatrix, spec: ModelSpec, weights: Path) -> OutputMatrix:
     """Write a weights file with nothing but the output matrix, and return its new place."""
     rows, width = spec.vocab_size, spec.width or 0
-    sizes = {"offset": rows * width * ELEMENT_TYPES[matrix.dtype].n_bytes, "scales": rows * 4}
-    data, places = bytearray(), {}
+    sizes = {"offset": rows * width * ELEMENT_TYPES[matrix.dtype].n_bytes, "scales": rows * 4, "bias": rows * 4}
+    data = bytearray()
+    places: dict[str, Any] = {}
     with weights.open("rb") as file:
         for name, size in sizes.items():
             place = getattr(matrix, name)
@@ -39,4 +41,4 @@ def _matrix_alone(matrix: OutputMatrix, spec: ModelSpec, weights: Path) -> Outpu
                 places[name] = len(data)
                 data += file.read(size)
     weights.write_bytes(data)
-    return replace(matrix, offset=places["offset"], scales=places.get("scales"))
+    return replace(matrix, **places)
