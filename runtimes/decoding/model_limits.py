@@ -16,6 +16,7 @@ PARALLEL = ("max_new_tokens", "length_candidates", "timeout_s", "scores")
 def wrong_for_model(options: "DecodeOptions", spec: "ModelSpec", room: int) -> list[str]:
     """Return all reasons why a model with room for so many new tokens cannot decode like this."""
     reasons = [*_wrong_ids(options, spec), *_wrong_lengths(options, spec, room), *_wrong_choice(options, spec)]
+    reasons += _wrong_for_source(options) if spec.n_source_ids != spec.vocab_size else []
     return reasons + (_wrong_in_parallel(options) if spec.decoding == "parallel" else [])
 
 
@@ -46,6 +47,14 @@ def _wrong_choice(options: "DecodeOptions", spec: "ModelSpec") -> list[str]:
             what = "vocabulary" if shortlist is None else "shortlist with EOS"
             reasons.append(f"num_beams must lie in 1…{most} ({part} the {what}), found {options.num_beams}")
     return reasons
+
+
+def _wrong_for_source(options: "DecodeOptions") -> list[str]:
+    return [
+        f"{name} must be {neutral}: the ids of source and target are those of two vocabularies, found {value}"
+        for name, neutral in {"encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0}.items()
+        if (value := getattr(options, name)) != neutral
+    ]
 
 
 def _wrong_ids(options: "DecodeOptions", spec: "ModelSpec") -> list[str]:

@@ -146,6 +146,16 @@ def test_what_a_model_cannot_do_is_refused_before_the_source_is_read(values: dic
     assert (engine.n_states, engine.calls) == (0, [])
 
 
+def test_options_that_compare_source_and_target_are_refused_where_their_vocabularies_differ() -> None:
+    spec = type(WORDS)(**{**WORDS.__dict__, "source_vocab_size": 40})
+    assert DecodeOptions(no_repeat_ngram_size=2).limit(spec) == 32
+    with pytest.raises(
+        ConfigError,
+        match=r"encoder_repetition_penalty must be 1.0: .* two vocabularies, found 2.0; encoder_no_rep.* found 3",
+    ):
+        DecodeOptions(encoder_repetition_penalty=2.0, encoder_no_repeat_ngram_size=3).limit(spec)
+
+
 def test_a_parallel_model_refuses_what_needs_one_token_after_another() -> None:
     spec = type(WORDS)(**{**WORDS.__dict__, "decoding": "parallel", "length": "eos"})
     with pytest.raises(ConfigError, match=r"num_beams has no meaning for a parallel model.*; stop has no"):
