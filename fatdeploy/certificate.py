@@ -6,7 +6,7 @@ The names of the fields are the keys of ``parity.json``.
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fatdeploy.bundle import Bundle
 from fatdeploy.errors import BundleError
@@ -180,12 +180,53 @@ class CudaRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GenerateAgreement:
+    """Targets that equal those of the original's ``generate``; a tie is another target with the same score."""
+
+    settings: str
+    targets: int
+    ties: int
+    num_beams: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OriginalAgreement:
+    """How close an imported model and its fp32 bundle are to the original, as the original's own package runs it."""
+
+    versions: dict[str, str]  # of the package
+    dtype: Literal["float64", "float32"]
+    positions: int
+    largest_relative_difference: float  # of any logit, relative to the largest
+    generated: tuple[GenerateAgreement, ...]
+
+    def line(self) -> str:
+        """Return the result in one line."""
+        [(package, version)] = self.versions.items()
+        targets = ", ".join(
+            f"{result.targets - result.ties} of {result.targets} targets with {result.settings}"
+            for result in self.generated
+        )
+        return (
+            f"{package} {version} gives {targets}; logits at {self.positions} positions within "
+            f"{self.largest_relative_difference:.1e} of the largest in {self.dtype}"
+        )
+
+
+@dataclass(frozen=True)
+class OriginalRecord:
+    """What an imported model was compared with; ``compared`` says it in words."""
+
+    compared: str
+    agreement: OriginalAgreement | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Certificate:
     """What was proved where a bundle was exported.
 
     ``agreement`` compares all logits with the live reference (fp32 graphs). ``precision`` and ``gate`` are there for
     quantized bundles, whose ``parity`` is that of their fp32 graphs. ``executed`` and ``own_graphs`` are there for half
-    precision, ``cuda`` for bundles that onnxruntime's CUDA provider runs.
+    precision, ``cuda`` for bundles that onnxruntime's CUDA provider runs, ``original`` for imported models.
     """
 
     engine: str
@@ -200,6 +241,7 @@ class Certificate:
     executed: str | None = None
     own_graphs: OwnGraphs | None = None
     cuda: CudaRecord | None = None
+    original: OriginalRecord | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON values; what a bundle of this kind does not have is left out."""

@@ -7,15 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from fatdeploy.bundle import digest_of, read_bundle, write_manifest
 from fatdeploy.errors import BundleError, ConfigError, SpecMismatch
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.package import placed_output_matrix
+from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.presets import PRESETS
+from fatdeploy.export.reference.weights import random_model
 from fatdeploy.manifest import DECODER, MANIFEST, WEIGHTS, OutputMatrix
 from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.targets import Precision, Target
 from tests.support.bundles import bundle_of, model_of
 from tests.support.choices import tiny
 from tests.support.output_rows import check_output_rows
@@ -30,7 +35,11 @@ def test_hidden_states_times_the_output_rows_of_a_bundle_are_its_logits(preset: 
     assert bundle.manifest.output_matrix == OutputMatrix(0, "float32", transposed=False)
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False}, {"head": "mlp", "tie_embeddings": False}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tie_embeddings": False}, {"head": "mlp", "tie_embeddings": False}, {"output_bias": True}],
+    ids=str,
+)
 def test_hidden_states_times_the_output_rows_of_the_reference_are_its_logits(changes: dict) -> None:
     check_output_rows(EagerEngine(tiny(changes)))
 
@@ -43,6 +52,32 @@ def test_a_bundle_has_the_references_output_rows(preset: str) -> None:
         for engine in (OrtEngine(bundle_of(f"{preset}-tiny")), EagerEngine(model_of(f"{preset}-tiny")))
     )
     np.testing.assert_array_equal(rows, expected)
+
+
+@pytest.mark.parametrize(("target", "precision"), [("ort-cpu", "fp32"), ("ort-cpu", "int8"), ("onnx", "fp32")])
+def test_a_shortlist_adds_the_output_bias(target: Target, precision: Precision, tmp_path: Path) -> None:
+    model = tiny({"output_bias": True, "encoder_layers": 1, "decoder_layers": 1})
+    with torch.no_grad():
+        model.output_bias.mul_(20)
+    origin = Origin(name="biased", random=True)
+    engine = OrtEngine(write_bundle(model, tmp_path / "bundle", origin=origin, target=target, precision=precision))
+    ids = np.array([41, 3, 3, 0])
+    np.testing.assert_array_equal(engine.output_bias(ids), model.output_bias.detach().numpy()[ids])
+    if precision == "int8":
+        return  # activations of a shortlist stay floats, so that tokens may differ from those of the whole vocabulary
+    check_output_rows(engine)
+    sources = [[5, 9, 33], [8, 60, 4, 4, 12], [7]]
+    everything = [*range(engine.spec.vocab_size)]
+    for beams in (1, 3):
+        plain = decode(engine, sources, DecodeOptions(num_beams=beams, max_new_tokens=12))
+        listed = decode(engine, sources, DecodeOptions(num_beams=beams, max_new_tokens=12, shortlist=everything))
+        assert [row.tokens for row in listed] == [row.tokens for row in plain]
+    # Without the bias other tokens win.
+    unbiased = EagerEngine(random_model(replace(model.config, output_bias=False), 1))
+    expected = decode(engine, sources, DecodeOptions(max_new_tokens=12))
+    assert [row.tokens for row in decode(unbiased, sources, DecodeOptions(max_new_tokens=12))] != [
+        row.tokens for row in expected
+    ]
 
 
 def test_logits_with_copying_are_not_a_product() -> None:

@@ -1,0 +1,209 @@
+"""Compare an imported model and its bundle with the original: logits of ``transformers``, and its ``generate``."""
+
+import copy
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fatdeploy.certificate import GenerateAgreement, OriginalAgreement
+from fatdeploy.errors import ParityFailed
+from fatdeploy.export.reference.model import ReferenceModel
+from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
+from fatdeploy.runtimes.decoding.loop import decode
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.protocol import Engine
+from fatdeploy.runtimes.proof.forced import decoder_inputs
+from fatdeploy.runtimes.proof.lockstep import NOISE
+from fatdeploy.runtimes.proof.probes import Probe
+from fatdeploy.spec import ModelSpec
+
+PACKAGE = "transformers"
+# Larger models are compared in float32: two of them in float64 would not fit into the memory of a small machine.
+MOST_IN_DOUBLE = 200_000_000
+# How far logits may be apart, relative to the largest.
+LOGIT_BOUNDS = {"float64": 1e-6, "float32": NOISE}
+SCORE_BOUND = 1e-4
+NEW_TOKENS = 48
+# Numbers of one comparison of logits: 64 MB in float64.
+MOST_LOGITS = 2**23
+
+
+def is_installed() -> bool:
+    """Return whether the original can be run here."""
+    return importlib.util.find_spec(PACKAGE) is not None
+
+
+@dataclass(frozen=True)
+class Original:
+    """The model of a Hugging Face folder as ``transformers`` runs it."""
+
+    model: Any
+    version: str
+
+    @torch.inference_mode()
+    def logits(self, source: Tensor, mask: Tensor, target_in: Tensor) -> Tensor:
+        """Return the logits [B, T, V] after a whole target."""
+        outputs = self.model(input_ids=source, attention_mask=mask.long(), decoder_input_ids=target_in)
+        logits: Tensor = outputs.logits
+        return logits
+
+    @torch.inference_mode()
+    def generated(self, sources: Sequence[Sequence[int]], **options: Any) -> Iterator[tuple[list[int], float | None]]:
+        """Yield each source's best target without its start token, and its score if beams give it one."""
+        for source in sources:
+            ids = torch.tensor([list(source)])
+            results = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                return_dict_in_generate=True,
+                output_scores=True,
+                **options,
+            )
+            scores = getattr(results, "sequences_scores", None)
+            yield results.sequences[0, 1:].tolist(), None if scores is None else float(scores[0])
+
+
+def opened_original(folder: Path) -> Original:
+    """Return the model of a folder, in float32; nothing is downloaded."""
+    import transformers
+
+    with _quiet():
+        model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+    return Original(model.eval(), importlib.metadata.version(PACKAGE))
+
+
+def compared_with_original(
+    folder: Path, model: ReferenceModel, engine: Engine[Any], probes: Sequence[Probe], options: DecodeOptions
+) -> OriginalAgreement:
+    """Compare logits of our reference, and targets of an fp32 engine, with the original's; a miss is ParityFailed.
+
+    ``options`` are the folder's own settings. Samples cannot be compared: then greedy targets stand alone.
+    """
+    with _quiet():
+        original = opened_original(folder)
+        generated = [_same_targets(original, engine, probes, "greedy", _greedy(engine.spec))]
+        if not options.sample:
+            generated.append(_same_targets(original, engine, probes, "the folder's settings", options))
+        double = sum(parameter.numel() for parameter in model.parameters()) <= MOST_IN_DOUBLE
+        difference, positions = _logit_difference(original, model, probes, double=double)
+    return OriginalAgreement(
+        versions={PACKAGE: original.version},
+        dtype="float64" if double else "float32",
+        positions=positions,
+        largest_relative_difference=difference,
+        generated=tuple(generated),
+    )
+
+
+def _logit_difference(
+    original: Original, model: ReferenceModel, probes: Sequence[Probe], *, double: bool
+) -> tuple[float, int]:
+    """Return the largest difference of logits relative to the largest logit, and how many positions were compared."""
+    if double:
+        # The last use of the original: it need not be copied.
+        original, model = Original(original.model.double(), original.version), copy.deepcopy(model).double()
+    bound = LOGIT_BOUNDS["float64" if double else "float32"]
+    largest, positions = 0.0, 0
+    for index, probe in enumerate(probes):
+        source, mask = torch.from_numpy(probe.source), torch.from_numpy(probe.mask)
+        most = max(1, MOST_LOGITS // (len(source) * model.spec.vocab_size))
+        target_in = torch.from_numpy(decoder_inputs(model.spec, probe.tokens)[:, :most])
+        with torch.inference_mode():
+            ours, theirs = model(source, mask, target_in), original.logits(source, mask, target_in)
+        difference = float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1))
+        if not difference <= bound:
+            raise ParityFailed(
+                f"probe {index}: the logits of the imported model differ from those of {PACKAGE} {original.version} "
+                f"by {difference:.1e} of the largest, more than {bound:.0e}: the import is wrong, please report it"
+            )
+        largest, positions = max(largest, difference), positions + target_in.numel()
+    return largest, positions
+
+
+def _greedy(spec: ModelSpec) -> DecodeOptions:
+    return DecodeOptions(suppress_tokens=spec.silent_ids)
+
+
+def _same_targets(
+    original: Original, engine: Engine[Any], probes: Sequence[Probe], name: str, options: DecodeOptions
+) -> GenerateAgreement:
+    """Compare an engine's targets with those of ``generate``; another target with another score is ParityFailed."""
+    sources = [ids[real].tolist() for probe in probes for ids, real in zip(probe.source, probe.mask, strict=True)]
+    limit = min(max(NEW_TOKENS, options.min_new_tokens + 8), engine.spec.max_target - 1)
+    ours = decode(engine, sources, _with_limit(options, limit))
+    settings: dict[str, Any] = {"max_new_tokens": limit}
+    if name == "greedy":
+        settings |= {"generation_config": _plain_settings(original.model, engine.spec)}
+    ties = 0
+    for index, (hypothesis, (target, score)) in enumerate(
+        zip(ours, original.generated(sources, **settings), strict=True)
+    ):
+        if list(hypothesis.tokens) == _cut(target, engine.spec, options):
+            continue
+        if score is None or hypothesis.score is None or abs(hypothesis.score - score) > SCORE_BOUND:
+            raise ParityFailed(_miss(index, name, hypothesis, target, score, original.version))
+        ties += 1
+    return GenerateAgreement(settings=name, targets=len(sources), ties=ties, num_beams=options.num_beams)
+
+
+def _with_limit(options: DecodeOptions, limit: int) -> DecodeOptions:
+    import dataclasses
+
+    return dataclasses.replace(options, max_new_tokens=limit)
+
+
+def _plain_settings(model: Any, spec: ModelSpec) -> Any:
+    """Return settings of ``generate`` without any choice but the ids."""
+    import transformers
+
+    return transformers.GenerationConfig(
+        pad_token_id=model.generation_config.pad_token_id,
+        eos_token_id=spec.eos_id,
+        decoder_start_token_id=spec.bos_id,
+        suppress_tokens=list(spec.silent_ids) or None,
+        num_beams=1,
+        do_sample=False,
+    )
+
+
+def _cut(target: list[int], spec: ModelSpec, options: DecodeOptions) -> list[int]:
+    """Return a target of ``generate`` up to its first EOS."""
+    ends = set(options.eos_ids or (spec.eos_id,))
+    end = next((place for place, token in enumerate(target) if token in ends), len(target))
+    return target[:end]
+
+
+def _miss(index: int, name: str, ours: Hypothesis, target: Sequence[int], score: float | None, version: str) -> str:
+    places = np.flatnonzero([a != b for a, b in zip(ours.tokens, target, strict=False)])
+    place = int(places[0]) if places.size else min(len(ours.tokens), len(target))
+    mine = ours.tokens[place] if place < len(ours.tokens) else "the end"
+    theirs = target[place] if place < len(target) else "the end"
+    scores = "" if score is None or ours.score is None else f"; scores {ours.score:.5f} and {score:.5f}"
+    return (
+        f"source {index}, {name}, position {place}: {PACKAGE} {version} says {theirs}, the bundle {mine}{scores}: "
+        "the import or its settings are wrong, please report it"
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the package's advice and progress bars, but not its errors."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
