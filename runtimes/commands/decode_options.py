@@ -24,20 +24,36 @@ SPELLINGS = {
     "num_beams": ("--beams", "--num-beams"),
     "num_return_sequences": ("--n-best", "--num-return-sequences"),
     "no_repeat_ngram_size": ("--no-repeat-ngram",),
+    "encoder_no_repeat_ngram_size": ("--encoder-no-repeat-ngram",),
     "suppress_tokens": ("--suppress",),
+    "begin_suppress_tokens": ("--begin-suppress",),
+    "forced_bos_id": ("--forced-bos",),
+    "forced_eos_id": ("--forced-eos",),
     "forced_tokens": ("--force",),
     "bad_words": ("--bad-word",),
+    "exponential_decay_length_penalty": ("--exponential-decay",),
+    "eos_ids": ("--eos",),
     "timeout_s": ("--timeout",),
 }
+
+SEVERAL_IDS = {"type": click.IntRange(0), "multiple": True, "metavar": "ID"}
+ABOVE_ZERO = click.FloatRange(0, min_open=True)
 
 # Values that are typed as something else than what the field contains; ``options_from_arguments`` converts them.
 TYPED: dict[str, dict[str, Any]] = {
     "early_stopping": {"type": click.Choice(list(EARLY_STOPPING)), "default": "no", "show_default": True},
     "prefix": {"default": "", "metavar": "TEXT"},
     "no_repeat_ngram_size": {"metavar": "N"},
-    "suppress_tokens": {"type": click.IntRange(0), "multiple": True, "metavar": "ID"},
+    "encoder_no_repeat_ngram_size": {"metavar": "N"},
+    "suppress_tokens": SEVERAL_IDS,
+    "begin_suppress_tokens": SEVERAL_IDS,
+    "forced_bos_id": {"metavar": "ID"},
+    "forced_eos_id": {"metavar": "ID"},
     "forced_tokens": {"type": (click.IntRange(0), click.IntRange(0)), "multiple": True, "metavar": "N ID"},
     "bad_words": {"multiple": True, "metavar": "IDS"},
+    "sequence_bias": {"type": (str, float), "multiple": True, "metavar": "IDS NUMBER"},
+    "exponential_decay_length_penalty": {"type": (click.IntRange(0), ABOVE_ZERO), "metavar": "N FACTOR"},
+    "eos_ids": SEVERAL_IDS,
     "stop": {"multiple": True, "metavar": "TEXT"},
     "shortlist": {"type": click.Path(path_type=Path)},
     "timeout_s": {"metavar": "SECONDS"},
@@ -87,6 +103,7 @@ def options_from_arguments(arguments: dict[str, Any], *, as_ids: bool, scores: b
     converted = {
         "early_stopping": EARLY_STOPPING[arguments["early_stopping"]],
         "bad_words": [ids_from_text("--bad-word", word) for word in arguments["bad_words"]],
+        "sequence_bias": [(ids_from_text("--sequence-bias", ids), bias) for ids, bias in arguments["sequence_bias"]],
         "stop": [ids_from_text("--stop", stop) if as_ids else stop for stop in arguments["stop"]],
         # An empty text is no prefix and needs no tokenizer.
         "prefix": ids_from_text("--prefix", prefix) if as_ids or not prefix else prefix,
