@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -39,8 +40,9 @@ from transformers import (
 
 Draw = np.random.Generator
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_fast", "silu", "swish")
-# Norms whose output the output matrix reads: gains of both signs, so that the last input token does not always win.
-LAST_NORMS = ("decoder.layer_norm.weight", "decoder.final_layer_norm.weight", "transform.LayerNorm.weight")
+# Among them the norm that the output matrix reads: gains of both signs, or the last input token would always win.
+LAST_NORMS = ("decoder.layer_norm.weight", "final_layer_norm.weight", "transform.LayerNorm.weight")
+CROSS_ATTENTIONS = (".encoder_attn.", ".crossattention.", ".EncDecAttention.")
 
 
 def _between(draw: Draw, least: int, most: int) -> int:
@@ -80,7 +82,7 @@ def _stacks(draw: Draw) -> dict[str, Any]:
 def _marian(draw: Draw) -> PreTrainedModel:
     values = _stacks(draw)
     shared = _sometimes(draw)
-    targets = values["vocab_size"] if shared else _between(draw, 14, 60)
+    targets = values["vocab_size"] if shared else _between(draw, 20, 60)
     return MarianMTModel(MarianConfig(**values, share_encoder_decoder_embeddings=shared, decoder_vocab_size=targets))
 
 
@@ -159,6 +161,16 @@ class WrittenFolder:
         return self.kind.from_pretrained(self.path).double().eval()
 
 
+class AllInDouble(TorchFunctionMode):
+    """Keeps float64 numbers in float64: transformers rounds norms and softmaxes of T5 to float32 in any model."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        rounds = func is Tensor.float or (func is Tensor.to and torch.float32 in args)
+        if rounds and args[0].dtype is torch.float64:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
 def write_folder(family: str, seed: int, path: Path, **save: Any) -> WrittenFolder:
     """Write a drawn model of a family; ``save`` goes to ``save_pretrained``."""
     draw = np.random.default_rng([len(family), *family.encode(), seed])
@@ -179,7 +191,7 @@ def make_lively(model: PreTrainedModel, generator: torch.Generator) -> None:
             tensor.copy_(_drawn(name, tensor, spread, generator))
     for name, tensor in model.named_buffers():
         if name == "final_logits_bias":
-            tensor.normal_(generator=generator)
+            tensor.normal_(0, 0.3, generator=generator)
 
 
 def _drawn(name: str, tensor: Tensor, spread: float, generator: torch.Generator) -> Tensor:
@@ -187,14 +199,19 @@ def _drawn(name: str, tensor: Tensor, spread: float, generator: torch.Generator)
     if "norm" in name.lower() and name.endswith("weight"):
         signs = normal.sign() if name.endswith(LAST_NORMS) else 1.0
         return signs * (1 + 0.2 * normal.roll(1))
-    if name.endswith("bias") or tensor.ndim < 2:
-        return 0.2 * normal
-    if "relative_attention_bias" in name:
-        return normal
+    if name.endswith("bias"):
+        return 0.05 * normal
     if "embed" in name or "shared" in name:
         return spread * normal
-    if "lm_head" in name or "predictions.decoder" in name:
+    if "relative_attention_bias" in name or "lm_head" in name or "predictions.decoder" in name:
         return normal
-    # Scores of T5 are not divided by √D.
-    sharpness = 0.3 if name.endswith("Attention.q.weight") else 1.2
-    return sharpness * tensor.shape[1] ** -0.5 * normal
+    return _strength(name) * tensor.shape[1] ** -0.5 * normal
+
+
+def _strength(name: str) -> float:
+    """Return how strong a matrix is: more of the feed-forward network than of averages over positions."""
+    if name.endswith("Attention.q.weight"):  # scores of T5 are not divided by √D
+        return 0.3
+    if any(part in name for part in CROSS_ATTENTIONS):
+        return 1.0
+    return 0.7 if "attn" in name or "ttention" in name else 3.0

@@ -8,7 +8,7 @@ import torch
 
 from fatdeploy.export.models.hugging_face.folder import model_from_folder
 from fatdeploy.export.reference.model import ReferenceModel
-from tests.support.hugging_face_folders import MODELS, write_folder
+from tests.support.hugging_face_folders import MODELS, AllInDouble, write_folder
 
 in_every_family = pytest.mark.parametrize("family", MODELS)
 
@@ -37,6 +37,8 @@ def test_logits_match_transformers(family: str, seed: int, tmp_path: Path) -> No
     theirs = folder.model()
     ours = model_from_folder(tmp_path)[0].double()
     source, mask, target = drawn_batch(ours, np.random.default_rng(seed))
-    expected = theirs(input_ids=source, attention_mask=mask.long(), decoder_input_ids=target).logits
+    with AllInDouble():
+        expected = theirs(input_ids=source, attention_mask=mask.long(), decoder_input_ids=target).logits
+    assert expected.dtype is torch.float64
     difference = (ours(source, mask, target) - expected).abs().max()
     assert difference <= 1e-6 * expected.abs().max()
