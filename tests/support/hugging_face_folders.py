@@ -1,6 +1,6 @@
 """Folders of every supported family: drawn sizes and ids, lively weights, written by ``save_pretrained``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from transformers import (
     BlenderbotSmallForConditionalGeneration,
     EncoderDecoderConfig,
     EncoderDecoderModel,
+    GenerationConfig,
     M2M100Config,
     M2M100ForConditionalGeneration,
     MarianConfig,
@@ -37,6 +38,9 @@ from transformers import (
     UMT5Config,
     UMT5ForConditionalGeneration,
 )
+
+from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.spec import ModelSpec
 
 Draw = np.random.Generator
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_fast", "silu", "swish")
@@ -215,3 +219,52 @@ def _strength(name: str) -> float:
     if any(part in name for part in CROSS_ATTENTIONS):
         return 1.0
     return 0.7 if "attn" in name or "ttention" in name else 3.0
+
+
+@dataclass(frozen=True)
+class GeneratedTarget:
+    """Tokens without start and EOS, and the score of the whole target."""
+
+    tokens: tuple[int, ...]
+    score: float
+
+
+def generated(
+    model: PreTrainedModel,
+    sources: Sequence[Sequence[int]],
+    options: DecodeOptions,
+    spec: ModelSpec,
+    cached: bool = False,
+) -> list[GeneratedTarget]:
+    """Return the best target of ``generate`` for each source of one padded batch.
+
+    Not ``cached`` by default: the cache of T5 has as many layers as the encoder, and fails if the decoder has more.
+    """
+    lengths = np.array([len(source) for source in sources])
+    mask = torch.from_numpy(np.arange(lengths.max()) < lengths[:, None])
+    ids = torch.full(mask.shape, spec.pad_id)
+    ids[mask] = torch.tensor([token for source in sources for token in source])
+    model.generation_config = GenerationConfig(
+        pad_token_id=spec.pad_id, eos_token_id=spec.eos_id, decoder_start_token_id=spec.bos_id
+    )
+    out = model.generate(
+        ids,
+        attention_mask=mask.long(),
+        num_beams=options.num_beams,
+        max_new_tokens=options.max_new_tokens,
+        min_new_tokens=options.min_new_tokens,
+        use_cache=cached,
+        suppress_tokens=list(options.suppress_tokens),
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    log_probs = torch.stack(out.scores, 1).log_softmax(-1)
+    targets = []
+    for row, new in enumerate(out.sequences[:, 1:].tolist()):
+        length = (*new, spec.eos_id).index(spec.eos_id)
+        if options.num_beams > 1:
+            score = out.sequences_scores[row]
+        else:
+            score = sum(log_probs[row, step, token] for step, token in enumerate(new[: length + 1]))
+        targets.append(GeneratedTarget(tuple(new[:length]), float(score)))
+    return targets

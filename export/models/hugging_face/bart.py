@@ -39,9 +39,10 @@ _TOP = {
     "source_norm": "model.encoder.layernorm_embedding",
     "target_norm": "model.decoder.layernorm_embedding",
 }
+_POSITIONS = {"source": "model.encoder.embed_positions.weight", "target": "model.decoder.embed_positions.weight"}
 _BIAS = "final_logits_bias"
-# Files of early versions mark their origin and store positions that a formula gives. A bias of zeros is left out.
-_UNREAD = (r"model\.(encoder|decoder)\.(version|embed_positions\.(weights|_float_tensor))", _BIAS)
+# Files may mark their origin and store positions that a formula gives. A bias of zeros is left out.
+_UNREAD = (r"model\.(encoder|decoder)\.(version|embed_positions\.(weights?|_float_tensor))", _BIAS)
 _DEFAULTS = {
     "max_position_embeddings": 1024,
     "encoder_layers": 12,
@@ -124,16 +125,14 @@ class BartFamily:
         return keys.flag("tie_word_embeddings")
 
     def stores_positions(self, stored: StoredTensors) -> bool:
-        return self.positions == "learned" or any(name.endswith(".embed_positions.weight") for name in stored)
+        return any(self._is_stored(name, stored) for name in _POSITIONS.values())
 
     def special(self, keys: ConfigKeys, config: ModelConfig, stored: StoredTensors) -> dict[str, Recipe]:
-        lengths = {"encoder": config.max_source, "decoder": config.max_target}
-        sides = {"encoder": "source", "decoder": "target"}
         recipes = {
-            f"{sides[stack]}_positions.table": self._positions(keys, f"model.{stack}.embed_positions.weight", n, stored)
-            for stack, n in lengths.items()
+            "source_positions.table": self._positions(keys, _POSITIONS["source"], config.max_source, stored),
+            "target_positions.table": self._positions(keys, _POSITIONS["target"], config.max_target, stored),
+            "output_bias": Recipe((Part(_BIAS, (1, config.vocab_size)),), lambda row: row[0]),
         }
-        recipes["output_bias"] = Recipe((Part(_BIAS, (1, config.vocab_size)),), lambda row: row[0])
         if keys.flag("scale_embedding") and not self.scales_targets:
             name = self.embeddings(keys).stored(stored, tied=self.tied(keys)).source
             recipes["source_embedding.weight"] = Recipe((Part(name),), partial(torch.mul, other=config.width**0.5))
@@ -147,10 +146,18 @@ class BartFamily:
         if self.positions == "shifted":
             # Positions start after the id of padding.
             return Recipe((), partial(shifted_table, length, width, keys.integer("pad_token_id", least=0) + 1))
-        if self.positions == "halves" and name not in stored:
+        if not self._is_stored(name, stored):
             return Recipe((), partial(halves_table, length, width))
         cut = partial(learned_rows, offset=self.offset, length=length)
         return Recipe((Part(name, (longest + self.offset, width)),), cut)
+
+    def _is_stored(self, name: str, stored: StoredTensors) -> bool:
+        """Return whether positions are a table of the file, and not what the formula gives."""
+        if self.positions != "halves":
+            return self.positions == "learned"
+        if name not in stored or len(stored[name].shape) != 2:
+            return name in stored
+        return not torch.equal(stored[name].read(), halves_table(*stored[name].shape))
 
     def _refuse_other_forms(self, keys: ConfigKeys) -> None:
         # Configurations of early versions say what the model type says today; a contradiction is another model.

@@ -74,14 +74,15 @@ class Filling:
     def reasons(self, unread: Sequence[str]) -> list[str]:
         """Return all that is missing, mis-shaped or not understood; ``unread`` are patterns of names to pass over."""
         expected = {name: tensor.shape for name, tensor in stored_tensors(self.model).items()}
-        names = {part.name for recipe in self.recipes.values() for part in recipe.parts}
-        missing = [part.name for part in self._parts() if not part.optional and part.name not in self.stored]
+        names = {part.name for part in self._parts()}
+        required = [part.name for part in self._parts() if not part.optional]
         unused = [
             name
             for name in self.stored
             if name not in names and not any(re.fullmatch(pattern, name) for pattern in unread)
         ]
-        reasons = [f"missing {name}" for name in _in_short(missing, names)]
+        missing = [name for name in required if name not in self.stored]
+        reasons = [f"missing {name}" for name in _in_short(missing, set(required))]
         reasons += [f"not understood {name}" for name in _in_short(unused, set(self.stored))]
         for name, recipe in self.recipes.items():
             for part in recipe.parts:

@@ -1,5 +1,6 @@
 """The weights of a folder, tensor by tensor: safetensors or pickles without code, whole or in shards."""
 
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -113,8 +114,10 @@ def _reader(file: Any, name: str) -> Callable[[], Tensor]:
 
 def _pickled(path: Path) -> dict[str, StoredTensor]:
     try:
-        # Files written before torch 1.6 are no archives and cannot be mapped.
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about pickles that other programs wrote: they are read, or refused below
+            # Files written before torch 1.6 are no archives and cannot be mapped.
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except UnpicklingError as error:
         raise CheckpointError(
             f"{path.name} is damaged, or has code in it, which was not executed; save the model as safetensors"
