@@ -90,6 +90,7 @@ class DecodeOptions:
         Rule("token ids or text", lambda value: isinstance(value, str) or are_ids(value)),
         "Beginning of every target; token ids with --ids.",
     ] = ()
+    start_id: Annotated[int | None, Whole(0), "First token that a target reads (default: the model's start)."] = None
     repetition_penalty: Annotated[float, POSITIVE, "Above 1, earlier tokens become less likely."] = 1.0
     encoder_repetition_penalty: Annotated[float, POSITIVE, "Above 1, tokens of the source become more likely."] = 1.0
     no_repeat_ngram_size: Annotated[int, Whole(0), "Never repeat a sequence of N tokens."] = 0
@@ -183,10 +184,13 @@ class DecodeOptions:
 
     def limit(self, spec: "ModelSpec") -> int:
         """Return the limit of new tokens for a model; one ConfigError lists everything that it cannot do."""
-        room = spec.max_target - len(self.prefix_ids)
-        if reasons := wrong_for_model(self, spec, room):
+        if reasons := wrong_for_model(self, spec):
             raise ConfigError(in_one_line("decode options refused", reasons))
-        return room if self.max_new_tokens is None else self.max_new_tokens
+        return self.limit_after(self.prefix_ids, spec)
+
+    def limit_after(self, prefix: Ids, spec: "ModelSpec") -> int:
+        """Return the limit of new tokens after a prefix."""
+        return spec.max_target - len(prefix) if self.max_new_tokens is None else self.max_new_tokens
 
     def _wrong_together(self) -> list[str]:
         reasons = []

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fatdeploy.errors import ConfigError, SpecMismatch
-from fatdeploy.runtimes.decoding.beam_search import Chooser, placed
+from fatdeploy.runtimes.decoding.beams.beam import placed
+from fatdeploy.runtimes.decoding.beams.chooser import Chooser
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.loop import Decoding, decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
