@@ -69,6 +69,12 @@ class DecodeOptions:
         ),
         "Stop when as many targets as beams are complete; 'never': only when none can improve.",
     ] = False
+    num_beam_groups: Annotated[int, Whole(1), "Groups of beams, each of which avoids the tokens of the others."] = 1
+    diversity_penalty: Annotated[
+        float,
+        Number(low=0, expected="a number from 0 up"),
+        "Subtract this from a token's score for each beam of an earlier group that chooses it at the same step.",
+    ] = 0.0
     num_return_sequences: Annotated[int, Whole(1), "Targets per source: the best beams, or this number of samples."] = 1
     sample: Annotated[bool, Flag(), "Draw tokens at random instead of taking the best."] = False
     temperature: Annotated[float, POSITIVE, "Below 1, samples are more likely ones."] = 1.0
@@ -194,12 +200,11 @@ class DecodeOptions:
 
     def _wrong_together(self) -> list[str]:
         reasons = []
-        if self.num_return_sequences > self.num_beams and not self.sample:
+        if self.num_return_sequences > self.num_beams and (self.num_beams > 1 or not self.sample):
             reasons.append(
                 f"num_return_sequences must lie in 1…{self.num_beams} (num_beams), found {self.num_return_sequences}"
             )
-        if self.sample and self.num_beams > 1:
-            reasons.append(f"num_beams must be 1 with sample, found {self.num_beams}")
+        reasons += self._wrong_groups()
         if not self.sample:
             reasons += [
                 f"{name} must be {default} without sample (--sample), found {value}"
@@ -210,6 +215,18 @@ class DecodeOptions:
             reasons.append(
                 f"min_new_tokens must lie in 0…{self.max_new_tokens} (max_new_tokens), found {self.min_new_tokens}"
             )
+        return reasons
+
+    def _wrong_groups(self) -> list[str]:
+        groups, penalty = self.num_beam_groups, self.diversity_penalty
+        reasons = []
+        if self.num_beams % groups:
+            reasons.append(f"num_beam_groups must divide num_beams = {self.num_beams}, found {groups}")
+        if groups > 1 and self.sample:
+            reasons.append(f"num_beam_groups must be 1 with sample, found {groups}")
+        if (groups > 1) != (penalty > 0):
+            expected = "above 0 with several num_beam_groups" if groups > 1 else "0 without num_beam_groups"
+            reasons.append(f"diversity_penalty must be {expected}, found {penalty}")
         return reasons
 
 

@@ -51,7 +51,9 @@ def prompts_of(
         f"source {index}: {reason}"
         for index, row in enumerate(rows)
         if row is not None
-        for reason in (wrong_prefix(row, options, spec) if are_ids(row) else [f"prefix must be token ids, found {row!r}"])
+        for reason in (
+            wrong_prefix(row, options, spec) if are_ids(row) else [f"prefix must be token ids, found {row!r}"]
+        )
     ]
     if reasons:
         raise ConfigError(in_one_line("prefixes refused", reasons))

@@ -25,7 +25,7 @@ class RowSearch:
         n_rows = len(task.sources) * self.rows_per_source
         self.sampler = Sampler(options, task.sources) if options.sample else None
         self.begins, self.ends = (np.repeat(places, self.rows_per_source) for places in (task.begins, task.ends))
-        self.tokens = np.full((n_rows, int(self.ends.max())), task.spec.pad_id, np.int64)
+        self.tokens: Tokens = np.full((n_rows, int(self.ends.max())), task.spec.pad_id, np.int64)
         for source, prompt in enumerate(task.prompts):
             rows = slice(source * self.rows_per_source, (source + 1) * self.rows_per_source)
             self.tokens[rows, : len(prompt.tokens)] = prompt.tokens

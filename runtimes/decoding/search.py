@@ -15,7 +15,6 @@ from fatdeploy.runtimes.decoding.stops import Stops
 from fatdeploy.runtimes.engines.protocol import Rows, StepOut, Want
 from fatdeploy.spec import ModelSpec, Tokens
 
-
 # Rows of the engine: all of them, or their indices.
 ALL = slice(None)
 Selection = slice | NDArray[np.int64]

@@ -6,13 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fatdeploy.errors import ConfigError
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
-from fatdeploy.runtimes.decoding.loop import Decoding, decode
+from fatdeploy.runtimes.decoding.loop import Decoding
 from fatdeploy.runtimes.decoding.options import DecodeOptions
-from fatdeploy.runtimes.engines.protocol import Floats, Want
+from fatdeploy.runtimes.engines.protocol import Floats
 from fatdeploy.spec import Tokens
-from tests.support.engines.scripted import ScriptedEngine
 from tests.support.engines.tables import ALIGNED, WORDS, TableEngine
 
 EOS = 2
@@ -39,11 +37,14 @@ def drawn_options(random: np.random.Generator) -> dict[str, Any]:
         return value if random.random() < 0.3 else otherwise
 
     beams = int(random.integers(1, 5))
-    sampled = beams == 1 and random.random() < 0.4
+    sampled = bool(random.random() < 0.4)
+    grouped = not sampled and beams in (2, 4) and random.random() < 0.4
     limit = int(random.integers(1, 13))
     return {
         "num_beams": beams,
-        "num_return_sequences": int(random.integers(1, 4 if sampled else beams + 1)),
+        "num_beam_groups": int(random.choice([2, beams])) if grouped else 1,
+        "diversity_penalty": 1.5 if grouped else 0.0,
+        "num_return_sequences": int(random.integers(1, 4 if sampled and beams == 1 else beams + 1)),
         "sample": sampled,
         "top_p": 0.9 if sampled else 1.0,
         "early_stopping": [True, False, "never"][random.integers(3)],
@@ -65,7 +66,7 @@ def drawn_options(random: np.random.Generator) -> dict[str, Any]:
         "encoder_repetition_penalty": maybe(1.5, 1.0),
         "sequence_bias": maybe([([7], 2.0), ([8, 9], 1.0)], ()),
         "eos_ids": maybe([EOS, 20], ()),
-        "renormalize": maybe(True, False),
+        "renormalize": bool(random.random() < 0.3),
         "start_id": maybe(int(random.integers(24)), None),
         "scores": bool(random.random() < 0.5),
     }

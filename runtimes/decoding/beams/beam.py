@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Optional
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fatdeploy.runtimes.decoding.hypothesis import Finish
 from fatdeploy.runtimes.decoding.processors.protocol import NEG_INF
@@ -48,7 +49,9 @@ class Beam:
     def __init__(self, task: Task, source: int) -> None:
         self.task, self.source = task, source
         self.prompt = task.prompts[source]
-        self.width = task.options.num_beams
+        options = task.options
+        self.width = options.num_beams // options.num_beam_groups
+        self._n_candidates = options.n_candidates(task.spec) // options.num_beam_groups
         # One row at first: others would only repeat it.
         self.scores = np.zeros(1, np.float32)  # sums of log-probabilities
         self.nodes: list[Node | None] = [None]
@@ -93,13 +96,16 @@ class Beam:
         return (complete + running)[: self.width]
 
     def _candidates(self, log_probs: Floats, ids: Tokens) -> Candidates:
-        k = log_probs.shape[1]
-        log_probs, ids = log_probs[self.places], ids[self.places]
-        totals = (log_probs + self.scores[:, None]).ravel()
-        order = np.argsort(-totals, kind="stable")[: self.task.options.n_candidates(self.task.spec)]
-        return Candidates(
-            (order // k).tolist(), ids.ravel()[order].tolist(), log_probs.ravel()[order].tolist(), totals[order]
-        )
+        places = np.array(self.places)
+        totals = (log_probs[places] + self.scores[:, None]).ravel()
+        order = self._order(totals)
+        ranks, columns = np.divmod(order, log_probs.shape[1])
+        rows = places[ranks]
+        return Candidates(ranks.tolist(), ids[rows, columns].tolist(), log_probs[rows, columns].tolist(), totals[order])
+
+    def _order(self, totals: Floats) -> NDArray[np.int64]:
+        """Return the continuations that compete, in their order."""
+        return np.argsort(-totals, kind="stable")[: self._n_candidates]
 
     def _node(self, best: Candidates, index: int, attention: Floats | None) -> Node:
         rank = best.ranks[index]
@@ -150,7 +156,12 @@ class Beam:
         options = self.task.options
         at_longest = options.early_stopping == "never" and options.length_penalty > 0
         length = self.prompt.limit if at_longest else self.length
-        return bool(self.scores[0] / np.float32(length**options.length_penalty) > self.finished[-1].score)
+        return bool(self._highest() / np.float32(length**options.length_penalty) > self.finished[-1].score)
+
+    def _highest(self) -> np.float32:
+        """Return the sum from which a better hypothesis might grow."""
+        highest: np.float32 = self.scores[0]
+        return highest
 
 
 def placed(parents: Sequence[int], width: int) -> list[int]:

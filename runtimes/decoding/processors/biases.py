@@ -31,6 +31,20 @@ class BiasedSequences:
 
 
 @dataclass(frozen=True)
+class Diverse:
+    """Makes tokens less likely that earlier groups of a source's beams have chosen at this step."""
+
+    penalty: float
+
+    def __call__(self, history: History, scores: Floats) -> Floats:
+        if history.chosen is not None:
+            for chosen, row in zip(history.chosen, scores, strict=True):
+                tokens, counts = np.unique(chosen, return_counts=True)
+                row[tokens] -= np.float32(self.penalty) * counts.astype(np.float32)
+        return scores
+
+
+@dataclass(frozen=True)
 class AtLeast:
     """Forbids the ends until a row has as many tokens as ``lengths`` says for its source, including the prompt."""
 

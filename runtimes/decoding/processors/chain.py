@@ -9,6 +9,7 @@ from fatdeploy.runtimes.decoding.options import DecodeOptions, LogitsProcessor
 from fatdeploy.runtimes.decoding.processors.biases import (
     AtLeast,
     BiasedSequences,
+    Diverse,
     Forced,
     GrowingEnd,
     Suppressed,
@@ -36,6 +37,8 @@ def _of_sequences(task: Task) -> Iterator[Processor]:
     options = task.options
     if options.sequence_bias:
         yield BiasedSequences({tuple(sequence): bias for sequence, bias in options.sequence_bias})
+    if options.diversity_penalty:
+        yield Diverse(options.diversity_penalty)
     if options.encoder_repetition_penalty != 1.0:
         yield SourcePenalty(options.encoder_repetition_penalty, task.sources)
     if options.repetition_penalty != 1.0:
