@@ -51,13 +51,17 @@ def prompts_of(
         f"source {index}: {reason}"
         for index, row in enumerate(rows)
         if row is not None
-        for reason in (
-            wrong_prefix(row, options, spec) if are_ids(row) else [f"prefix must be token ids, found {row!r}"]
-        )
+        for reason in reasons_against(row, options, spec)
     ]
     if reasons:
         raise ConfigError(in_one_line("prefixes refused", reasons))
     return [shared if row is None else Prompt((start, *map(int, row)), options.limit_after(row, spec)) for row in rows]
+
+
+def reasons_against(prefix: PrefixIds, options: DecodeOptions, spec: ModelSpec) -> list[str]:
+    """Return why no target of a model can begin with a prefix under the options; empty if it can."""
+    ids = _listed(prefix)
+    return wrong_prefix(ids, options, spec) if are_ids(ids) else [f"prefix must be token ids, found {ids!r}"]
 
 
 def check_count(prefixes: object, count: int) -> None:

@@ -86,7 +86,8 @@ class RowSearch:
     def _chosen(self, out: StepOut, rows: Selection) -> Tokens:
         """Return the next token of every row, and record the log-probabilities of those that chose."""
         if not isinstance(rows, slice) and not len(rows):
-            return self.tokens[self.rows, self.place]
+            prompted: Tokens = self.tokens[self.rows, self.place]
+            return prompted
         scores = self._scores(out, rows)
         columns = scores.argmax(-1)
         # The arg-max of NaNs is the first of them, which is hardly ever EOS: such a row reaches the limit.
@@ -99,10 +100,10 @@ class RowSearch:
             columns = self._drawn(scores, self.sampler, rows)
         if self.log_probs is not None:
             self.log_probs[self.rows[rows], self.place] = self.scorer.log_probs_of(scores, columns)
-        chosen = columns if self.scorer.ids is None else self.scorer.ids[columns]
+        chosen: Tokens = columns if self.scorer.ids is None else self.scorer.ids[columns]
         if isinstance(rows, slice):
             return chosen
-        tokens = self.tokens[self.rows, self.place]
+        tokens: Tokens = self.tokens[self.rows, self.place]
         tokens[rows] = chosen
         return tokens
 

@@ -161,7 +161,8 @@ class BeamSearch:
         scores = self.scorer.log_probs(self.scorer.logits(out)[rows])
         if self._tokens is not None:
             # As in transformers, processors change log-probabilities here, which may sum to something else than 1 then.
-            scores = self.scorer.processed(scores, self._history(rows, chosen))
+            read = self._tokens[: len(self.running) * self.rows, : self.place]
+            scores = self.scorer.processed(scores, self._history(read[rows], rows, chosen))
         if self.sampler is not None:
             scores = self._narrowed(scores, self.sampler)
         if self.task.options.renormalize:
@@ -172,15 +173,12 @@ class BeamSearch:
             log_probs, columns = scores, np.broadcast_to(np.arange(scores.shape[1]), scores.shape)
         return log_probs, columns if self.scorer.ids is None else self.scorer.ids[columns]
 
-    def _history(self, rows: Selection, chosen: Tokens) -> History:
-        assert self._tokens is not None
-        tokens = self._tokens[: len(self.running) * self.rows, : self.place]
+    def _history(self, read: Tokens, rows: Selection, chosen: Tokens) -> History:
         sources = np.repeat([beams.source for beams in self.running], self.rows)
-        before = None
-        if chosen.size:
-            begun = chosen[self._begun()]
-            before = np.repeat(begun, len(tokens[rows]) // len(begun), 0)
-        return History(tokens[rows], sources[rows], before)
+        if not chosen.size:
+            return History(read, sources[rows])
+        by_source = chosen[self._begun()]
+        return History(read, sources[rows], np.repeat(by_source, len(read) // len(by_source), 0))
 
     def _narrowed(self, scores: Floats, sampler: Sampler) -> Floats:
         check_numbers(scores.max(-1))
