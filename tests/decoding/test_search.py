@@ -414,6 +414,7 @@ def test_a_processor_that_returns_something_else_is_refused() -> None:
 
 
 WAYS = [{}, {"num_beams": 2}, {"sample": True}, {"sample": True, "top_k": 3, "num_return_sequences": 2}]
+WAYS += [{"sample": True, "num_beams": 2}, {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0}]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
