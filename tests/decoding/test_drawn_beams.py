@@ -30,7 +30,7 @@ DRAWS = {
 }
 
 
-def six_logits(source: tuple[int, ...], tokens: tuple[int, ...]) -> Floats:  # noqa: ARG001
+def six_logits(source: tuple[int, ...], tokens: tuple[int, ...]) -> Floats:
     """Return logits that depend on the tokens alone: every source draws from one distribution."""
     logits = hashed_logits((5,), tokens, 6) / 2
     logits[EOS] += 1.5
