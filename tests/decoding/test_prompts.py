@@ -138,9 +138,10 @@ def test_a_source_without_a_prefix_of_its_own_has_that_of_the_options() -> None:
     assert results[2] == decode(TableEngine(), [[5]], replace(options, prefix=()))[0]
 
 
-def test_the_default_limit_is_the_room_that_a_prefix_leaves() -> None:
-    endless = TableEngine(lambda source, tokens: np.eye(24, dtype=np.float32)[5])
-    results = decode(endless, [[5], [6]], prefixes=[[7] * 30, []])
+@pytest.mark.parametrize("beams", [1, 2])
+def test_the_default_limit_is_the_room_that_a_prefix_leaves(beams: int) -> None:
+    endless = TableEngine(lambda source, tokens: 30 * np.eye(24, dtype=np.float32)[5])
+    results = decode(endless, [[5], [6]], DecodeOptions(num_beams=beams), prefixes=[[7] * 30, []])
     assert [result.tokens for result in results] == [(7,) * 30 + (5, 5), (5,) * 32]
 
 
