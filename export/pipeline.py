@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fatdeploy.bundle import Bundle, read_bundle, write_manifest
-from fatdeploy.certificate import read_certificate, write_certificate
+from fatdeploy.certificate import OriginalRecord, read_certificate, write_certificate
 from fatdeploy.errors import BundleError, CheckpointError, ConfigError
 from fatdeploy.export.graph_files import op_histogram
 from fatdeploy.export.half.rewrite import half_array, halved
@@ -27,31 +27,31 @@ from fatdeploy.export.proof.certify import certified
 from fatdeploy.export.proof.certify_half import certified_half
 from fatdeploy.export.proof.cuda_ops import cuda_record, decoder_seams, runs_on_cuda
 from fatdeploy.export.proof.draw_probes import drawn_probes
+from fatdeploy.export.proof.original import original_record
 from fatdeploy.export.quantize.examples import Example, examples_from_file, random_examples
 from fatdeploy.export.quantize.gate import RANDOM_STEPS, metric_of
 from fatdeploy.export.quantize.quantizer import Quantizer, QuantizeRequest, Trial, check_request
 from fatdeploy.export.reference.checkpoint import stored_tensors
 from fatdeploy.export.reference.seams import Seams
 from fatdeploy.export.tracing.dialect_base import OPSET
+from fatdeploy.export.tracing.samples import drawn_samples
 from fatdeploy.export.tracing.scaled_queries import scaled_queries
-from fatdeploy.export.tracing.simplify import Arrays, simplified
+from fatdeploy.export.tracing.simplify import simplified
 from fatdeploy.export.tracing.trace import traced_decoder, traced_encoder
 from fatdeploy.folders import replaced_folder
 from fatdeploy.manifest import DECODER, ENCODER, GATE, PROBES, TOKENIZER, Manifest, Provenance
+from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
-from fatdeploy.runtimes.engines.protocol import Want
 from fatdeploy.runtimes.proof.gate import write_material
-from fatdeploy.runtimes.proof.probes import write_probes
+from fatdeploy.runtimes.proof.probes import Probe, write_probes
 from fatdeploy.runtimes.text.tokenizer import Tokenizer, tokenizer_from_file
-from fatdeploy.spec import ModelSpec, TensorSpec
+from fatdeploy.spec import ModelSpec
 from fatdeploy.targets import DEFAULT_TARGET, TARGETS, Dialect, FloatPrecision, Precision, Target, TargetRecord, either
 
 log = logging.getLogger("fatdeploy")
 
-# Shapes on which a simplified graph must equal the traced one: batch, rows per source, source, step, capacity.
-SAMPLES = ((1, 1, 1, 1, 4), (2, 3, 5, 4, 9), (3, 1, 9, 2, 12))
 RECORDED = ("fatdeploy", "torch", "onnx", "onnxscript", "onnxsim", "numpy")
 
 
@@ -65,7 +65,8 @@ Finish = Callable[[Path], None]
 class Origin:
     """Where a model comes from, as the manifest says it; ``random`` weights have nothing to lose by a quantization.
 
-    ``calibration`` and ``probes`` are the files that a quantization reads.
+    ``calibration`` and ``probes`` are the files that a quantization reads. ``original`` is the folder that the model was
+    imported from.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Origin:
     random: bool = False
     calibration: Path | None = None
     probes: Path | None = None
+    original: Path | None = None
 
 
 def write_bundle(
@@ -168,10 +170,21 @@ class Plain:
             certificate = certified(exportable, bundle, probes, self.traced, graphs)
         else:
             certificate = certified_half(exportable, bundle, probes, trained=not self.origin.random)
+        if self.origin.original is not None:
+            self.stage("comparing with the original")
+            certificate = replace(certificate, original=self._original_record(self.origin.original, bundle, probes))
         if runs_on_cuda(self.target):
             certificate = replace(certificate, cuda=cuda_record(graphs))
         write_certificate(folder, certificate)
         write_manifest(folder, manifest)
+
+    def _original_record(self, folder: Path, bundle: Bundle, probes: list[Probe]) -> OriginalRecord:
+        """Compare with the original; graphs in half precision choose other tokens, so the reference stands for them."""
+        options, model = DecodeOptions(), self.exportable
+        if bundle.manifest.precision != "fp32":
+            return original_record(folder, model, EagerEngine(model), probes, options)
+        with closing(OrtEngine(bundle, OrtOptions(spinning=False))) as engine:
+            return original_record(folder, model, engine, probes, options)
 
 
 def write_quantized(model: Plain, plain: Bundle, folder: Path, trial: Trial) -> None:
@@ -293,7 +306,8 @@ def _written_graphs(
     stage("simplifying")
     inputs = {ENCODER: spec.encoder_inputs(), DECODER: spec.decoder_inputs(branches=dialect == "ort")}
     graphs = {
-        part: simplified(graph, second / part, _samples(spec, inputs[part], dialect)) for part, graph in traced.items()
+        part: simplified(graph, second / part, drawn_samples(spec, inputs[part], dialect))
+        for part, graph in traced.items()
     }
     return traced, graphs
 
@@ -321,32 +335,3 @@ def weights_hash(model: nn.Module) -> str:
         digest.update(name.encode())
         digest.update(tensor.detach().contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _samples(spec: ModelSpec, inputs: tuple[TensorSpec, ...], dialect: Dialect) -> list[Arrays]:
-    """Return random inputs of three shapes."""
-    samples = []
-    for seed, (batch, rows_per_source, source, step, capacity) in enumerate(SAMPLES):
-        capacity = min(capacity, spec.max_target) if dialect == "ort" else spec.max_target  # noqa: PLW2901
-        sizes = {"batch": batch, "rows": batch * rows_per_source, "capacity": capacity}
-        sizes |= {"source": min(source, spec.max_source), "step": min(step, spec.max_target)}
-        draw = np.random.default_rng(seed)
-        samples.append({tensor.name: _drawn(tensor, sizes, spec, draw) for tensor in inputs})
-    return samples
-
-
-def _drawn(tensor: TensorSpec, sizes: dict[str, int], spec: ModelSpec, draw: np.random.Generator) -> np.ndarray:
-    shape = tensor.sized(sizes)
-    if tensor == spec.want:
-        return np.array(int(Want.TOPK))
-    if tensor == spec.position:
-        return np.array(0)
-    if tensor.dtype == "bool":
-        # Right-padded: every row has its first token.
-        return np.arange(shape[-1]) < draw.integers(1, shape[-1] + 1, (*shape[:-1], 1))
-    if tensor.dtype == "int64":
-        return draw.integers(0, spec.n_source_ids if tensor == spec.source else spec.vocab_size, shape)
-    if tensor in spec.past:
-        # Sums of features are positive; a normaliser near zero would turn rounding into a difference.
-        return draw.uniform(0.5, 1.5, shape).astype(np.float32)
-    return draw.standard_normal(shape, np.float32)
