@@ -65,8 +65,8 @@ Finish = Callable[[Path], None]
 class Origin:
     """Where a model comes from, as the manifest says it; ``random`` weights have nothing to lose by a quantization.
 
-    ``calibration`` and ``probes`` are the files that a quantization reads. ``original`` is the folder that the model was
-    imported from.
+    ``calibration`` and ``probes`` are the files that a quantization reads. ``original`` is the folder that the model
+    was imported from.
     """
 
     name: str
