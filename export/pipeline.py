@@ -17,7 +17,7 @@ from torch import nn
 
 from fatdeploy.bundle import Bundle, read_bundle, write_manifest
 from fatdeploy.certificate import OriginalRecord, read_certificate, write_certificate
-from fatdeploy.errors import BundleError, CheckpointError, ConfigError
+from fatdeploy.errors import ConfigError
 from fatdeploy.export.graph_files import op_histogram
 from fatdeploy.export.half.rewrite import half_array, halved
 from fatdeploy.export.models.eager import EagerEngine
@@ -33,6 +33,7 @@ from fatdeploy.export.quantize.gate import RANDOM_STEPS, metric_of
 from fatdeploy.export.quantize.quantizer import Quantizer, QuantizeRequest, Trial, check_request
 from fatdeploy.export.reference.checkpoint import stored_tensors
 from fatdeploy.export.reference.seams import Seams
+from fatdeploy.export.text_files import TextFiles, fitting_tokenizer
 from fatdeploy.export.tracing.dialect_base import OPSET
 from fatdeploy.export.tracing.samples import drawn_samples
 from fatdeploy.export.tracing.scaled_queries import scaled_queries
@@ -46,7 +47,7 @@ from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
 from fatdeploy.runtimes.proof.gate import write_material
 from fatdeploy.runtimes.proof.probes import Probe, write_probes
-from fatdeploy.runtimes.text.tokenizer import Tokenizer, tokenizer_from_file
+from fatdeploy.runtimes.text.tokenizer import Tokenizer
 from fatdeploy.spec import ModelSpec
 from fatdeploy.targets import DEFAULT_TARGET, TARGETS, Dialect, FloatPrecision, Precision, Target, TargetRecord, either
 
@@ -65,13 +66,14 @@ Finish = Callable[[Path], None]
 class Origin:
     """Where a model comes from, as the manifest says it; ``random`` weights have nothing to lose by a quantization.
 
-    ``calibration`` and ``probes`` are the files that a quantization reads. ``original`` is the folder that the model
-    was imported from.
+    ``calibration`` and ``probes`` are the files that a quantization reads. ``tokenizer`` is a tokenizer.json that needs
+    no further words; ``text`` is any other tokenizer. ``original`` is the folder that the model was imported from.
     """
 
     name: str
     licence: str | None = None
     tokenizer: Path | None = None
+    text: TextFiles | None = None
     random: bool = False
     calibration: Path | None = None
     probes: Path | None = None
@@ -95,7 +97,7 @@ def write_bundle(
     stage. ``finish`` adds what is built from the graphs, before the bundle takes its place.
     """
     exportable = exportable_model(model)
-    tokenizer = _fitting_tokenizer(origin, exportable.spec)
+    tokenizer = fitting_tokenizer(origin.tokenizer, origin.text, exportable.spec)
     # TensorRT engines are built from standard graphs, and their bundle takes its target once they are there.
     record = TARGETS[TARGETS[target].graph_target]
     if finish is None and record.name != target:
@@ -152,6 +154,8 @@ class Plain:
             output_matrix = with_bias(output_matrix, output_bias_of(exportable), folder)
         if self.origin.tokenizer is not None:
             shutil.copyfile(self.origin.tokenizer, folder / TOKENIZER)
+        if self.origin.text is not None:
+            self.origin.text.write(folder)
         self.stage("drawing probes from the reference")
         probes = drawn_probes(EagerEngine(exportable))
         write_probes(folder / PROBES, probes)
@@ -196,6 +200,8 @@ def write_quantized(model: Plain, plain: Bundle, folder: Path, trial: Trial) -> 
         judged = quantizer.written(folder, enforced=not origin.random)
     for name in (PROBES, *([TOKENIZER] if origin.tokenizer is not None else [])):
         shutil.copyfile(plain.path / name, folder / name)
+    if origin.text is not None:
+        origin.text.write(folder)
     write_material(folder / GATE, quantizer.gate.material)
     matrix = exportable.output_matrix()
     output_matrix = None
@@ -264,21 +270,6 @@ def checked_floats(record: TargetRecord, precision: object) -> FloatPrecision:
     raise ConfigError(f"precision must be one of {either(get_args(Precision))}, found {precision!r}")
 
 
-def _fitting_tokenizer(origin: Origin, spec: ModelSpec) -> Tokenizer | None:
-    """Return the tokenizer of a model that has one; raise, before anything is traced, if a device could not use it."""
-    path = origin.tokenizer
-    if path is None:
-        return None
-    try:
-        tokenizer = tokenizer_from_file(path)
-    except BundleError as error:
-        raise CheckpointError(f"{path} is not in the format of the tokenizers package: {error}") from error
-    if tokenizer.n_tokens > spec.vocab_size:
-        counts = f"{path} has {tokenizer.n_tokens} tokens, the model {spec.vocab_size}"
-        raise CheckpointError(f"{counts}: it belongs to another model")
-    return tokenizer
-
-
 def output_bias_of(model: Exportable) -> NDArray[np.float32] | None:
     """Return what a model adds to the product with its output matrix, [V]; None if it adds nothing."""
     bias = model.output_bias()
@@ -324,6 +315,7 @@ def _manifest(model: Exportable, origin: Origin, target: TargetRecord) -> Manife
         versions=versions,
         source=Provenance(name=origin.name, sha256=weights_hash(model.inner), licence=origin.licence),
         onnxruntime=(versions["onnxruntime"], versions["onnxruntime"]),
+        text=None if origin.text is None else origin.text.record,
         settings={"top_k": model.spec.top_k, "threads": "as many as there are cores"},
     )
 
