@@ -36,7 +36,8 @@ from fatdeploy.export.tracing.scaled_queries import scaled_queries
 from fatdeploy.export.tracing.simplify import Arrays, simplified
 from fatdeploy.export.tracing.trace import traced_decoder, traced_encoder
 from fatdeploy.folders import replaced_folder
-from fatdeploy.manifest import DECODER, ENCODER, GATE, PROBES, TOKENIZER, Manifest, Provenance
+from fatdeploy.manifest import DECODER, ENCODER, GATE, PROBES, TOKENIZER, GenerationRecord, Manifest, Provenance
+from fatdeploy.runtimes.defaults import options_from_record
 from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
 from fatdeploy.runtimes.engines.protocol import Want
 from fatdeploy.runtimes.proof.gate import write_material
@@ -62,7 +63,8 @@ Finish = Callable[[Path], None]
 class Origin:
     """Where a model comes from, as the manifest says it; ``random`` weights have nothing to lose by a quantization.
 
-    ``calibration`` and ``probes`` are the files that a quantization reads.
+    ``calibration`` and ``probes`` are the files that a quantization reads, ``generation`` is how the model decodes by
+    default.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Origin:
     random: bool = False
     calibration: Path | None = None
     probes: Path | None = None
+    generation: GenerationRecord | None = None
 
 
 def write_bundle(
@@ -91,6 +94,8 @@ def write_bundle(
     """
     exportable = exportable_model(model)
     tokenizer = _fitting_tokenizer(origin, exportable.spec)
+    if origin.generation is not None:
+        options_from_record(origin.generation, exportable.spec)  # raises before anything is traced
     # TensorRT engines are built from standard graphs, and their bundle takes its target once they are there.
     record = TARGETS[TARGETS[target].graph_target]
     if finish is None and record.name != target:
@@ -307,6 +312,7 @@ def _manifest(model: Exportable, origin: Origin, target: TargetRecord) -> Manife
         source=Provenance(name=origin.name, sha256=weights_hash(model.inner), licence=origin.licence),
         onnxruntime=(versions["onnxruntime"], versions["onnxruntime"]),
         settings={"top_k": model.spec.top_k, "threads": "as many as there are cores"},
+        generation=origin.generation,
     )
 
 

@@ -100,6 +100,17 @@ class Quantization:
         return WEIGHTS_ALONE in kinds and kinds <= {WEIGHTS_ALONE, "fp32"}
 
 
+@dataclass(frozen=True)
+class GenerationRecord:
+    """How the model's authors decode: fields of ``DecodeOptions`` with JSON values, which are a bundle's defaults.
+
+    ``ignored`` are settings of the original that have no counterpart here, with their values.
+    """
+
+    options: dict[str, object] = field(default_factory=dict)
+    ignored: dict[str, object] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a bundle is, who made it and how; ``write_manifest`` fills in ``files``.
@@ -107,7 +118,7 @@ class Manifest:
     ``onnxruntime`` is the range of versions that it was verified with, ``settings`` are choices of the exporter,
     ``histograms`` count operators by graph, stage of the export and name. ``output_matrix`` is None if logits are not a
     hidden state times a matrix, ``quantization`` is None for fp32, fp16 and bf16, ``plans`` are the TensorRT engines
-    among the files.
+    among the files, ``generation`` is None if the model came without settings for decoding.
     """
 
     spec: ModelSpec
@@ -124,6 +135,7 @@ class Manifest:
     output_matrix: OutputMatrix | None = None
     quantization: Quantization | None = None
     plans: tuple[PlanRecord, ...] = ()
+    generation: GenerationRecord | None = None
     files: dict[str, FileRecord] = field(default_factory=dict)
     format: tuple[int, int] = FORMAT
 

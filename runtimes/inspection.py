@@ -8,8 +8,8 @@ from typing import Any
 
 from fatdeploy.bundle import Bundle, read_bundle
 from fatdeploy.certificate import Certificate, CpuCheck, HalfParity, read_certificate
-from fatdeploy.manifest import DECODER, EMBEDDING, ENCODER, PARITY, Quantization
-from fatdeploy.records import json_from_record
+from fatdeploy.manifest import DECODER, EMBEDDING, ENCODER, PARITY, GenerationRecord, Quantization
+from fatdeploy.records import json_from_record, shown
 from fatdeploy.spec import ModelSpec, TensorSpec
 from fatdeploy.tables import aligned
 
@@ -68,6 +68,8 @@ class Inspection:
         """Yield sections for a human."""
         yield from ["Bundle", *aligned(_bundle_rows(self), indent=2), ""]
         yield from ["Model", *aligned(_model_rows(self.bundle.spec), indent=2), ""]
+        if (generation := self.bundle.manifest.generation) is not None:
+            yield from ["Default options", *aligned(_generation_rows(generation), indent=2), ""]
         for name, graph in self.graphs.items():
             yield from [name, *aligned(_tensor_rows(graph), indent=2), *_op_lines(graph.ops), ""]
         yield from ["Weights", *aligned(_weight_rows(self.bundle), indent=2), ""]
@@ -114,6 +116,16 @@ def _model_rows(spec: ModelSpec) -> Iterator[tuple[str, ...]]:
     yield "best tokens", str(spec.top_k)
     if spec.alignment is not None:
         yield "alignments", f"cross-attention of layer {spec.alignment.layer}"
+
+
+def _generation_rows(generation: GenerationRecord) -> Iterator[tuple[str, ...]]:
+    """Yield how the bundle decodes by default, and the settings of its model that fatdeploy does not have."""
+    for name, value in sorted(generation.options.items()):
+        yield shown(name), shown(value), ""
+    for name, value in sorted(generation.ignored.items()):
+        yield shown(name), shown(value), "ignored: not available in fatdeploy"
+    if not generation.options and not generation.ignored:
+        yield "none", "greedy", ""
 
 
 def _tensor_rows(graph: GraphContract) -> Iterator[tuple[str, ...]]:

@@ -18,10 +18,11 @@ from fatdeploy.manifest import TOKENIZER
 from fatdeploy.runtimes.closing import ClosedOnExit
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.loop import Decoding
-from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.decoding.options import OPTIONS, DecodeOptions
 from fatdeploy.runtimes.decoding.sources import CheckedSources, batches_of, checked_sources, row_of, wrong_source
 from fatdeploy.runtimes.decoding.stops import cut_text
 from fatdeploy.runtimes.decoding.streaming import Deltas, Stream
+from fatdeploy.runtimes.defaults import changed_options, check_names, default_options, within_room
 from fatdeploy.runtimes.engines.opening import most_sources_of, opened_engine
 from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
 from fatdeploy.runtimes.engines.protocol import Engine
@@ -32,8 +33,6 @@ from fatdeploy.targets import TARGETS, Provider
 
 # Default number of positions, of sources and targets, in one batch: many more are not faster, and take memory.
 BATCH_TOKENS = 8192
-
-DEFAULT_OPTIONS = DecodeOptions()
 
 # How many unknown characters a warning names; the others are counted.
 MOST_NAMED = 10
@@ -77,13 +76,17 @@ def load(
 
 
 class Model(ClosedOnExit):
-    """A bundle ready to decode. Threads may share it: each decode has a state of its own."""
+    """A bundle ready to decode. Threads may share it: each decode has a state of its own.
+
+    ``options`` are the bundle's defaults: how the model's authors decode, or greedy if the model came without settings.
+    """
 
     def __init__(self, bundle: Bundle, engine: Engine[Any]) -> None:
         self.bundle = bundle
         self._engine = engine
         self._most_sources = most_sources_of(engine)
         self._tokenizer = _tokenizer_of(bundle)
+        self.options = default_options(bundle)
 
     @property
     def spec(self) -> ModelSpec:
@@ -98,8 +101,12 @@ class Model(ClosedOnExit):
         truncate: bool = False,
         batch_tokens: int = BATCH_TOKENS,
         progress: Callable[[int], None] | None = None,
+        **changes: Any,
     ) -> list[Hypothesis]:
         """Return the best target of each source, a text or token ids; there may be any number of sources.
+
+        Without ``options`` the bundle's own apply, and ``options`` replace them all. Further keywords are fields of
+        DecodeOptions and change either: ``generate(sources, num_beams=1)``.
 
         A source longer than ``max_source`` is an error before anything is decoded; with ``truncate`` it is cut, and
         ``dropped`` says by how much. Sources of similar lengths are decoded together, longest first, in batches of at
@@ -109,7 +116,7 @@ class Model(ClosedOnExit):
         """
         _check_call(options, truncate, batch_tokens, progress)
         _check_list(sources)
-        options, limit = self._resolved(options)
+        options, limit = self._resolved(options, changes)
         deadline = None if options.timeout_s is None else monotonic() + options.timeout_s
         readable = self._readable(sources, truncate)
         results = [Hypothesis((), "cancelled")] * len(readable)
@@ -127,15 +134,20 @@ class Model(ClosedOnExit):
                 progress(len(batch))
         return [self._completed(result, source, options) for result, source in zip(results, readable, strict=True)]
 
-    def stream(self, source: Source, options: DecodeOptions | None = None, *, truncate: bool = False) -> Stream:
+    def stream(
+        self, source: Source, options: DecodeOptions | None = None, *, truncate: bool = False, **changes: Any
+    ) -> Stream:
         """Return the best target of one source in pieces, each as soon as it is certain: events to iterate over.
+
+        Options are those of ``generate``. Beams cannot be streamed: a bundle that decodes with beams by default needs
+        ``num_beams=1`` here.
 
         ``for`` and ``async for`` both work. A wrong source or option is an error here. Decoding starts when the first
         event is requested, and ``timeout_s`` counts from then. Models that write from right to left, or all tokens at
         once, send one event with everything at the end.
         """
         _check_call(options, truncate)
-        options, _ = self._resolved(options)
+        options, _ = self._resolved(options, changes)
         _check_streamed(options)
         [readable] = self._readable([source], truncate)
         return Stream(
@@ -144,6 +156,17 @@ class Model(ClosedOnExit):
             partial(self._completed, source=readable, options=options),
             in_reading_order=self.spec.decoding == "autoregressive" and self.spec.target_order == "left_to_right",
         )
+
+    def options_with(self, options: DecodeOptions | None = None, **changes: Any) -> DecodeOptions:
+        """Return what ``generate`` decodes with if it gets the same arguments.
+
+        A default of the bundle that a change leaves without meaning is dropped: ``sample=False`` also drops the
+        bundle's temperature. Nothing of ``options`` is dropped; a contradiction is an error.
+        """
+        if options is None:
+            return changed_options(self.options, changes)
+        check_names(changes)
+        return replace(options, **changes)
 
     def refusal(self, source: Source, *, truncate: bool = False) -> str:
         """Return why ``generate`` would refuse a source; empty if it would not."""
@@ -163,9 +186,10 @@ class Model(ClosedOnExit):
         """Close the engine; the model cannot be used afterwards."""
         self._engine.close()
 
-    def _resolved(self, options: DecodeOptions | None) -> tuple[DecodeOptions, int]:
+    def _resolved(self, options: DecodeOptions | None, changes: dict[str, Any]) -> tuple[DecodeOptions, int]:
         """Return options whose prefix is tokens, and the limit of new tokens; refuse what the model cannot do."""
-        options = options or DEFAULT_OPTIONS
+        stated = changes if options is None else OPTIONS
+        options = self.options_with(options, **changes)
         are_texts = {
             "prefix": isinstance(options.prefix, str),
             "stop": any(isinstance(stop, str) for stop in options.stop),
@@ -179,6 +203,7 @@ class Model(ClosedOnExit):
             )
         if tokenizer is not None and isinstance(options.prefix, str):
             options = replace(options, prefix=tokenizer.plain_ids(options.prefix))
+        options = within_room(options, self.spec.max_target - len(options.prefix_ids), stated)
         return options, options.limit(self.spec)
 
     def _readable(self, sources: Iterable[Source], truncate: bool) -> list[ReadSource]:
@@ -267,7 +292,7 @@ def _check_streamed(options: DecodeOptions) -> None:
     if wrong:
         raise ConfigError(
             f"stream refused: it needs num_beams = 1 and num_return_sequences = 1, found {', '.join(wrong)}; beams "
-            "change earlier tokens, use generate for them"
+            "change earlier tokens: use generate for them, or pass num_beams=1 (--beams 1)"
         )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from fatdeploy.errors import ConfigError, SpecMismatch
-from fatdeploy.runtimes.commands.decode_options import decode_options, options_from_arguments
+from fatdeploy.runtimes.commands.decode_options import decode_options, popped_changes
 from fatdeploy.runtimes.commands.engine_options import (
     batch_tokens_option,
     engine_options,
@@ -81,27 +81,34 @@ def run(
 
     Prints one line per source, in order: its text, or token ids if the bundle has no tokenizer. With --n-best it prints
     one line per target, after the number of its source; --scores and --alignments (source-target pairs) add columns.
+
+    Options that are not typed come from the bundle, which has the settings of the model's authors: fatdeploy inspect
+    shows them.
     """
     from fatdeploy.runtimes.model import load
 
     if stream and (scores or alignments) and not as_json:
         raise click.UsageError("--stream writes targets alone: add --json to combine it with --scores or --alignments")
     engine = popped_engine_arguments(arguments)
-    options = options_from_arguments(arguments, as_ids=as_ids, scores=scores)
-    output = Output(as_json, options.num_return_sequences > 1, scores, alignments)
+    begin, changes = popped_changes(arguments, as_ids=as_ids)
+    changes |= {"scores": True} if scores else {}
     with load(bundle, **engine) as model:
         if alignments and model.spec.alignment is None:
             raise ConfigError(f"{bundle} has no alignments: export it again with --attention LAYER")
+        options = model.options_with(begin, **changes)
+        output = Output(as_json, options.num_return_sequences > 1, scores, alignments)
         sources = checked(model, read_sources(texts, as_ids), truncate)
         if stream:
             finishes = Counter(
-                output.write_stream(source, model.stream(readable, options)) for source, readable in sources
+                output.write_stream(source, model.stream(readable, begin, **changes)) for source, readable in sources
             )
         else:
             # Lines typed by hand are answered one by one.
             size = 1 if not texts and sys.stdin.isatty() else batch_size
             with decoding_bar(len(texts)) as bar:
-                generate = partial(model.generate, options=options, batch_tokens=batch_tokens, progress=bar.update)
+                generate = partial(
+                    model.generate, options=begin, batch_tokens=batch_tokens, progress=bar.update, **changes
+                )
                 finishes = Counter(write_batches(batches(sources, size), generate, output))
     if finishes["cancelled"]:
         log.warning(

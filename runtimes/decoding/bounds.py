@@ -118,5 +118,9 @@ def all_fit(value: object, fits: Callable[[Any], bool]) -> bool:
 def _is_number(value: object) -> bool:
     import numpy as np
 
-    number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    return number and math.isfinite(value)  # type: ignore[arg-type]
+    if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond any float
+        return False
