@@ -5,6 +5,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +39,8 @@ from fatdeploy.export.tracing.trace import traced_decoder, traced_encoder
 from fatdeploy.folders import replaced_folder
 from fatdeploy.manifest import DECODER, ENCODER, GATE, PROBES, TOKENIZER, GenerationRecord, Manifest, Provenance
 from fatdeploy.runtimes.defaults import options_from_record
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
 from fatdeploy.runtimes.engines.protocol import Want
 from fatdeploy.runtimes.proof.gate import write_material
@@ -180,8 +183,9 @@ def write_quantized(model: Plain, plain: Bundle, folder: Path, trial: Trial) -> 
     """Write the quantized bundle of graphs that are proved right, with the gate's result in its certificate."""
     exportable, origin = model.exportable, model.origin
     manifest = replace(plain.manifest, precision=trial.request.precision)
-    quantizer = Quantizer(exportable, model.graphs, manifest, trial, model.stage)
-    judged = quantizer.written(folder, enforced=not origin.random)
+    with closing(OrtEngine(plain, OrtOptions(spinning=False))) as proved:
+        quantizer = Quantizer(exportable, model.graphs, manifest, trial, model.stage, proved)
+        judged = quantizer.written(folder, enforced=not origin.random)
     for name in (PROBES, *([TOKENIZER] if origin.tokenizer is not None else [])):
         shutil.copyfile(plain.path / name, folder / name)
     write_material(folder / GATE, quantizer.gate.material)

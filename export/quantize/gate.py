@@ -1,4 +1,4 @@
-"""The gate: how close a quantized bundle comes to the live reference."""
+"""The gate: how close a quantized bundle comes to the reference, or to fp32 graphs that were proved to equal it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,6 @@ import numpy as np
 
 from fatdeploy.certificate import MetricChange, TokenAgreement
 from fatdeploy.errors import BackendUnavailable, ConfigError, in_one_line
-from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.quantize.examples import Example
 from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
@@ -87,7 +86,7 @@ class Gate:
 
     def __init__(
         self,
-        reference: EagerEngine,
+        reference: Engine[Any],
         examples: Sequence[Example],
         tokenizer: Tokenizer | None,
         *,
@@ -141,7 +140,7 @@ class Gate:
         return " ".join(map(str, tokens)) if self._tokenizer is None else self._tokenizer.text(tokens)
 
 
-def material_of(reference: EagerEngine, sources: Sequence[Any], most_steps: int | None) -> Material:
+def material_of(reference: Engine[Any], sources: Sequence[Any], most_steps: int | None) -> Material:
     """Return the reference's greedy targets of sources, each with EOS if it reached EOS.
 
     Without ``most_steps`` they may be as long as the model allows.

@@ -27,20 +27,36 @@ SPELLINGS = {
     "num_beams": ("--beams", "--num-beams"),
     "num_return_sequences": ("--n-best", "--num-return-sequences"),
     "no_repeat_ngram_size": ("--no-repeat-ngram",),
+    "encoder_no_repeat_ngram_size": ("--encoder-no-repeat-ngram",),
     "suppress_tokens": ("--suppress",),
+    "begin_suppress_tokens": ("--begin-suppress",),
+    "forced_bos_id": ("--forced-bos",),
+    "forced_eos_id": ("--forced-eos",),
     "forced_tokens": ("--force",),
     "bad_words": ("--bad-word",),
+    "exponential_decay_length_penalty": ("--exponential-decay",),
+    "eos_ids": ("--eos",),
     "timeout_s": ("--timeout",),
 }
 
-# Values that are typed as something else than what the field contains; ``changes_from_arguments`` converts them.
+SEVERAL_IDS = {"type": click.IntRange(0), "multiple": True, "metavar": "ID"}
+ABOVE_ZERO = click.FloatRange(0, min_open=True)
+
+# Values that are typed as something else than what the field contains; ``popped_changes`` converts them.
 TYPED: dict[str, dict[str, Any]] = {
     "early_stopping": {"type": click.Choice(list(EARLY_STOPPING)), "show_default": "bundle's or no"},
     "prefix": {"metavar": "TEXT"},
     "no_repeat_ngram_size": {"metavar": "N"},
-    "suppress_tokens": {"type": click.IntRange(0), "multiple": True, "metavar": "ID"},
+    "encoder_no_repeat_ngram_size": {"metavar": "N"},
+    "suppress_tokens": SEVERAL_IDS,
+    "begin_suppress_tokens": SEVERAL_IDS,
+    "forced_bos_id": {"metavar": "ID"},
+    "forced_eos_id": {"metavar": "ID"},
     "forced_tokens": {"type": (click.IntRange(0), click.IntRange(0)), "multiple": True, "metavar": "N ID"},
     "bad_words": {"multiple": True, "metavar": "IDS"},
+    "sequence_bias": {"type": (str, float), "multiple": True, "metavar": "IDS NUMBER"},
+    "exponential_decay_length_penalty": {"type": (click.IntRange(0), ABOVE_ZERO), "metavar": "N FACTOR"},
+    "eos_ids": SEVERAL_IDS,
     "stop": {"multiple": True, "metavar": "TEXT"},
     "shortlist": {"type": click.Path(path_type=Path)},
     "timeout_s": {"metavar": "SECONDS"},
@@ -109,6 +125,8 @@ def _converted(name: str, value: Any, as_ids: bool) -> Any:
             return EARLY_STOPPING[value]
         case "bad_words":
             return [ids_from_text("--bad-word", word) for word in value]
+        case "sequence_bias":
+            return [(ids_from_text("--sequence-bias", ids), bias) for ids, bias in value]
         case "stop":
             return [ids_from_text("--stop", stop) if as_ids else stop for stop in value]
         case "prefix":

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fatdeploy.runtimes.decoding.hypothesis import Finish, RawTarget
-from fatdeploy.runtimes.decoding.processors import NEG_INF
+from fatdeploy.runtimes.decoding.processors.protocol import NEG_INF, History
 from fatdeploy.runtimes.decoding.scoring import Scorer, check_numbers, check_something_is_left
 from fatdeploy.runtimes.decoding.search import Move, Task, stays
 from fatdeploy.runtimes.engines.protocol import Floats, Rows, StepOut, Want
@@ -73,7 +73,7 @@ class Beam:
     def advance(self, log_probs: Floats, ids: Tokens, attention: Floats | None) -> tuple[list[int], list[int]]:
         """Take the best continuations [rows, k] of each row; return the parent and the next token of each row.
 
-        k is at least twice the number of beams, so that enough remain if half of them are complete.
+        There are enough of them to go on even if every row continues with every end.
         """
         best = self._candidates(log_probs, ids)
         if not best.totals[0] > NEG_INF and not self.finished:  # true for NaN as well
@@ -99,7 +99,7 @@ class Beam:
         k = log_probs.shape[1]
         log_probs, ids = log_probs[self.places], ids[self.places]
         totals = (log_probs + self.scores[:, None]).ravel()
-        order = np.argsort(-totals, kind="stable")[: 2 * self.width]
+        order = np.argsort(-totals, kind="stable")[: self.task.options.n_candidates(self.task.spec)]
         return Candidates(
             (order // k).tolist(), ids.ravel()[order].tolist(), log_probs.ravel()[order].tolist(), totals[order]
         )
@@ -111,7 +111,7 @@ class Beam:
 
     def _end(self, node: Node) -> tuple[Finish, int] | None:
         """Return how a continuation ends and how many of its tokens count; None if it goes on."""
-        if node.token == self.task.spec.eos_id:
+        if node.token in self.task.eos_ids:
             return "eos", self.length
         if self.task.stops:
             cut = self.task.stops.cut([*self.task.prompt[1:], *last_tokens(node, self.task.stops.reach)])
@@ -193,16 +193,18 @@ class BeamSearch:
         self.width = task.options.num_beams
         self.beams = [Beam(task) for _ in task.sources]
         self.running = list(self.beams)  # beams with rows in the engine
+        self._sources = np.arange(len(self.beams))  # the source of each running beam
         self.rows = 1  # per source
         # [R, n], the tokens that each row has read, and a second array to move rows into; only for processors.
         self._tokens: Tokens | None = None
         self._moved: Tokens | None = None
-        self._chooser = Chooser(2 * self.width)
+        self._n_candidates = task.options.n_candidates(task.spec)
+        self._chooser = Chooser(self._n_candidates)
 
     @property
     def want(self) -> Want:
         """The engine's own top k where k is large enough and nothing changes the scores."""
-        enough = 2 * self.width <= min(self.task.spec.top_k, self.task.spec.vocab_size)
+        enough = self._n_candidates <= min(self.task.spec.top_k, self.task.spec.vocab_size)
         plain = not self.scorer.processors and self.task.options.shortlist is None
         return Want.TOPK if enough and plain else self.scorer.want
 
@@ -249,8 +251,11 @@ class BeamSearch:
             return out.top_log_probs[:, -1], out.top_ids[:, -1]
         scores = self.scorer.log_probs(self.scorer.logits(out))
         if self._tokens is not None:
-            # As in transformers, processors change log-probabilities here, and nothing normalises them again.
-            scores = self.scorer.processed(scores, self._tokens[: len(scores), : self._place])
+            # As in transformers, processors change log-probabilities here, which may sum to something else than 1 then.
+            history = History(self._tokens[: len(scores), : self._place], np.repeat(self._sources, self.rows))
+            scores = self.scorer.processed(scores, history)
+            if self.task.options.renormalize:
+                scores = self.scorer.log_probs(scores)
         log_probs, columns = self._chooser.best(scores)
         return log_probs, columns if self.scorer.ids is None else self.scorer.ids[columns]
 
@@ -262,6 +267,7 @@ class BeamSearch:
         if not stays(alive):
             origins, tokens = origins[alive], tokens[alive]
             self.running = [beam for beam, is_alive in zip(self.running, alive, strict=True) if is_alive]
+            self._sources = self._sources[alive]
         parents = origins.ravel()
         if self._tokens is not None:
             self._remember(parents, tokens.ravel())

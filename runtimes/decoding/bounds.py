@@ -115,6 +115,22 @@ def all_fit(value: object, fits: Callable[[Any], bool]) -> bool:
     return isinstance(value, list | tuple) and all(fits(entry) for entry in value)
 
 
+def are_biased_ids(value: object) -> bool:
+    """Whether a value is a pair: token ids, at least one, and a number; -inf is one."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    ids, bias = value
+    return are_ids(ids, 1) and (_is_number(bias) or (isinstance(bias, float) and bias == -math.inf))
+
+
+def are_start_and_factor(value: object) -> bool:
+    """Whether a value is a pair: a whole number from 0 up, and a number above 0."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    start, factor = value
+    return is_whole(start) and _is_number(factor) and factor > 0
+
+
 def _is_number(value: object) -> bool:
     import numpy as np
 

@@ -11,6 +11,7 @@ from fatdeploy.runtimes.decoding.beam_search import BeamSearch
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis, hypothesis_from_raw
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.decoding.parallel_search import ParallelSearch
+from fatdeploy.runtimes.decoding.processors.chain import processors_of
 from fatdeploy.runtimes.decoding.row_search import RowSearch
 from fatdeploy.runtimes.decoding.scoring import Scorer
 from fatdeploy.runtimes.decoding.search import Search, Task
@@ -115,5 +116,5 @@ class Decoding(ClosedOnExit):
         if spec.decoding == "parallel":
             length_log_probs = self._engine.length_log_probs(self._state) if spec.length == "head" else None
             return ParallelSearch(task, length_log_probs)
-        scorer = Scorer(self._engine, self._options)
+        scorer = Scorer(self._engine, self._options, processors_of(task))
         return RowSearch(task, scorer) if self._options.num_beams == 1 else BeamSearch(task, scorer)

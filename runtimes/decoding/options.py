@@ -1,11 +1,22 @@
-"""How to decode: every option with its bounds and its help, and what a model can do. Errors come before any work."""
+"""How to decode: every option with its bounds and its help. Errors come before any work."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from fatdeploy.errors import ConfigError, in_one_line
-from fatdeploy.runtimes.decoding.bounds import Flag, Number, Rule, Whole, all_fit, are_ids, records_of
+from fatdeploy.runtimes.decoding.bounds import (
+    Flag,
+    Number,
+    Rule,
+    Whole,
+    all_fit,
+    are_biased_ids,
+    are_ids,
+    are_start_and_factor,
+    records_of,
+)
+from fatdeploy.runtimes.decoding.model_limits import wrong_for_model
 
 if TYPE_CHECKING:
     # Not at run time: the command line makes its options from this file, and help must not need numpy.
@@ -16,6 +27,8 @@ EarlyStopping = bool | Literal["never"]
 Ids = Sequence[int]
 
 POSITIVE = Number(low=0, low_open=True, expected="a number above 0")
+FRACTION = Number(low=0, low_open=True, high=1, expected="a number above 0, at most 1")
+FROM_ZERO = Number(low=0, high=1, high_open=True, expected="a number from 0, below 1")
 IDS = Rule("token ids", are_ids)
 
 
@@ -33,10 +46,15 @@ class DecodeOptions:
 
     ``max_new_tokens`` counts EOS; the default is what the model has room for. A ``prefix`` begins every target: ids in
     the order of generation, or text if there is a tokenizer. ``stop`` sequences, ids or text, end a target and are not
-    part of it. A ``shortlist`` contains the only tokens that may be chosen, besides EOS. ``forced_tokens`` are pairs: a
-    number of new tokens, and the token that follows them. ``scores`` requests log-probabilities where choosing tokens
-    does not need them (beams always have them). ``seed`` makes samples repeatable: each source has its own generators,
-    whatever else is in its batch. ``timeout_s`` limits a call: unfinished targets are then ``cancelled``.
+    part of it. ``eos_ids`` are all tokens that end a target; the default is the model's EOS. A ``shortlist`` contains
+    the only tokens that may be chosen, besides EOS. ``forced_tokens`` are pairs: a number of new tokens, and the token
+    that follows them; ``forced_bos_id`` is the first token if there is no prefix, ``forced_eos_id`` the last one at the
+    limit. ``sequence_bias`` adds to the scores of tokens that complete a sequence. ``exponential_decay_length_penalty``
+    is a pair: after that number of new tokens, EOS becomes more likely by a factor per token. ``renormalize`` matters
+    to beams alone: the probabilities that processors leave sum to 1 again. ``scores`` requests log-probabilities where
+    choosing tokens does not need them (beams always have them). ``seed`` makes samples repeatable: each source has its
+    own generators, whatever else is in its batch. ``timeout_s`` limits a call: unfinished targets are then
+    ``cancelled``.
     """
 
     max_new_tokens: Annotated[int | None, Whole(1), "Most new tokens per target (default: the model's limit)."] = None
@@ -55,15 +73,16 @@ class DecodeOptions:
     sample: Annotated[bool, Flag(), "Draw tokens at random instead of taking the best."] = False
     temperature: Annotated[float, POSITIVE, "Below 1, samples are more likely ones."] = 1.0
     top_k: Annotated[int, Whole(0), "Draw from this number of best tokens; 0 is all."] = 0
-    top_p: Annotated[
-        float,
-        Number(low=0, low_open=True, high=1, expected="a number above 0, at most 1"),
-        "Draw from the fewest tokens that reach this probability together.",
-    ] = 1.0
+    top_p: Annotated[float, FRACTION, "Draw from the fewest tokens that reach this probability together."] = 1.0
     min_p: Annotated[
-        float,
-        Number(low=0, high=1, high_open=True, expected="a number from 0, below 1"),
-        "Draw from tokens with at least this fraction of the best token's probability.",
+        float, FROM_ZERO, "Draw from tokens with at least this fraction of the best token's probability."
+    ] = 0.0
+    typical_p: Annotated[
+        float, FRACTION, "Draw from the tokens of most typical probability that reach this probability together."
+    ] = 1.0
+    epsilon_cutoff: Annotated[float, FROM_ZERO, "Draw from tokens with at least this probability."] = 0.0
+    eta_cutoff: Annotated[
+        float, FROM_ZERO, "Draw from tokens with at least this probability, less where many tokens are likely."
     ] = 0.0
     seed: Annotated[int, Whole(0), "Random seed for sampling."] = 0
     prefix: Annotated[
@@ -72,8 +91,13 @@ class DecodeOptions:
         "Beginning of every target; token ids with --ids.",
     ] = ()
     repetition_penalty: Annotated[float, POSITIVE, "Above 1, earlier tokens become less likely."] = 1.0
+    encoder_repetition_penalty: Annotated[float, POSITIVE, "Above 1, tokens of the source become more likely."] = 1.0
     no_repeat_ngram_size: Annotated[int, Whole(0), "Never repeat a sequence of N tokens."] = 0
+    encoder_no_repeat_ngram_size: Annotated[int, Whole(0), "Never repeat a sequence of N tokens of the source."] = 0
     suppress_tokens: Annotated[Ids, IDS, "Never choose this token."] = ()
+    begin_suppress_tokens: Annotated[Ids, IDS, "Never choose this token first."] = ()
+    forced_bos_id: Annotated[int | None, Whole(0), "Choose this token first, if there is no prefix."] = None
+    forced_eos_id: Annotated[int | None, Whole(0), "Choose this token last, where a target reaches its limit."] = None
     forced_tokens: Annotated[
         Sequence[tuple[int, int]],
         Rule(
@@ -87,6 +111,18 @@ class DecodeOptions:
         Rule("lists of token ids, none empty", lambda value: all_fit(value, lambda word: are_ids(word, 1))),
         "Never choose these token ids in a row; put them in quotes.",
     ] = ()
+    sequence_bias: Annotated[
+        Sequence[tuple[Ids, float]],
+        Rule("pairs: token ids, number to add", lambda value: all_fit(value, are_biased_ids)),
+        "Add a number to the score of the last of these token ids after the others; put the ids in quotes.",
+    ] = ()
+    exponential_decay_length_penalty: Annotated[
+        tuple[int, float] | None,
+        Rule("a number of tokens and a factor above 0", are_start_and_factor),
+        "After N new tokens, make EOS more likely by this factor per token.",
+    ] = None
+    renormalize: Annotated[bool, Flag(), "Let the probabilities of beams sum to 1 after the options above."] = False
+    eos_ids: Annotated[Ids, IDS, "Token that ends a target, in place of the model's EOS."] = ()
     stop: Annotated[
         Sequence[Ids | str],
         Rule(
@@ -137,42 +173,20 @@ class DecodeOptions:
             return self.length_candidates
         return max(self.num_beams, self.num_return_sequences)
 
+    def end_ids(self, spec: "ModelSpec") -> tuple[int, ...]:
+        """Return the tokens that end a target."""
+        return tuple(dict.fromkeys(int(token) for token in self.eos_ids)) or (spec.eos_id,)
+
+    def n_candidates(self, spec: "ModelSpec") -> int:
+        """Return how many continuations a beam search compares: enough to go on if every beam could end in any way."""
+        return (1 + len(self.end_ids(spec))) * self.num_beams
+
     def limit(self, spec: "ModelSpec") -> int:
         """Return the limit of new tokens for a model; one ConfigError lists everything that it cannot do."""
         room = spec.max_target - len(self.prefix_ids)
-        reasons = [*self._wrong_ids(spec), *self._wrong_lengths(spec, room), *self._wrong_choice(spec)]
-        if spec.decoding == "parallel":
-            reasons += self._wrong_in_parallel()
-        if reasons:
+        if reasons := wrong_for_model(self, spec, room):
             raise ConfigError(in_one_line("decode options refused", reasons))
         return room if self.max_new_tokens is None else self.max_new_tokens
-
-    def _wrong_lengths(self, spec: "ModelSpec", room: int) -> list[str]:
-        if room < 1:
-            return [f"prefix must have 0…{spec.max_target - 1} tokens (below max_target), found {len(self.prefix_ids)}"]
-        what = "the model's max_target" + (" without the prefix" if self.prefix else "")
-        return [
-            f"{name} must lie in {low}…{room} ({what}), found {value}"
-            for name, low, value in (
-                ("max_new_tokens", 1, self.max_new_tokens),
-                ("min_new_tokens", 0, self.min_new_tokens),
-            )
-            if value is not None and value > room
-        ]
-
-    def _wrong_choice(self, spec: "ModelSpec") -> list[str]:
-        reasons = []
-        if self.length_candidates > 1 and not spec.length_log_probs:
-            reasons.append(
-                f"length_candidates must be 1: this model has no length head, found {self.length_candidates}"
-            )
-        if self.num_beams > 1:
-            n_tokens = spec.vocab_size if self.shortlist is None else len({*self.shortlist, spec.eos_id})
-            what = "vocabulary" if self.shortlist is None else "shortlist with EOS"
-            if 2 * self.num_beams > n_tokens:
-                most = max(1, n_tokens // 2)
-                reasons.append(f"num_beams must lie in 1…{most} (half the {what}), found {self.num_beams}")
-        return reasons
 
     def _wrong_together(self) -> list[str]:
         reasons = []
@@ -194,45 +208,39 @@ class DecodeOptions:
             )
         return reasons
 
-    def _wrong_ids(self, spec: "ModelSpec") -> list[str]:
-        ids_of_options = {
-            "prefix": self.prefix_ids,
-            "suppress_tokens": self.suppress_tokens,
-            "forced_tokens": [token for _, token in self.forced_tokens],
-            "bad_words": [token for word in self.bad_words for token in word],
-            "stop": [token for stop in self.stop if not isinstance(stop, str) for token in stop],
-            "shortlist": () if self.shortlist is None else self.shortlist,
-        }
-        return [
-            f"{name} must be ids in 0…{spec.vocab_size - 1}, found {wrong[0]}"
-            for name, ids in ids_of_options.items()
-            if (wrong := [token for token in ids if not 0 <= token < spec.vocab_size])
-        ]
-
-    def _wrong_in_parallel(self) -> list[str]:
-        allowed = ("max_new_tokens", "length_candidates", "timeout_s", "scores")
-        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
-        return [
-            f"{name} has no meaning for a parallel model, which chooses all tokens at once"
-            for name, (value, default) in values.items()
-            # An empty list means the same as the default, an empty tuple.
-            if name not in allowed and value != default and (value or default)
-        ]
-
 
 def _without_arrays(value: Any) -> Any:
-    """Return ids with lists in place of arrays, also inside a list."""
+    """Return ids with lists in place of arrays, also inside lists."""
     import numpy as np
 
     if isinstance(value, np.ndarray):
         return value.tolist()
-    if isinstance(value, list | tuple) and any(isinstance(entry, np.ndarray) for entry in value):
-        return [_without_arrays(entry) for entry in value]
+    if isinstance(value, list | tuple):
+        entries = [_without_arrays(entry) for entry in value]
+        return value if all(new is old for new, old in zip(entries, value, strict=True)) else entries
     return value
 
 
 OPTIONS = records_of(DecodeOptions)
 
 # The options that contain token ids, and the values of sampling options that have no effect.
-ID_OPTIONS = ("prefix", "suppress_tokens", "forced_tokens", "bad_words", "stop", "shortlist")
-SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+ID_OPTIONS = (
+    "prefix",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "forced_tokens",
+    "bad_words",
+    "sequence_bias",
+    "eos_ids",
+    "stop",
+    "shortlist",
+)
+SAMPLING = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}

@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fatdeploy.runtimes.decoding.hypothesis import Finish, RawTarget
+from fatdeploy.runtimes.decoding.processors.protocol import History
 from fatdeploy.runtimes.decoding.sampling import Sampler
 from fatdeploy.runtimes.decoding.scoring import Scorer, check_something_is_left
 from fatdeploy.runtimes.decoding.search import Move, Task, stays
@@ -23,6 +24,7 @@ class RowSearch:
         self.tokens = np.full((n_rows, len(task.prompt) + task.limit), task.spec.pad_id, np.int64)
         self.tokens[:, : len(task.prompt)] = task.prompt
         self._read: Tokens | None = None  # tokens of the rows that are left, for processors
+        self._eos_ids = frozenset(task.eos_ids)
         self.length = 0  # new tokens
         self.kept = [0] * n_rows  # new tokens that count, per finished row
         self.finishes: list[Finish] = ["cancelled"] * n_rows
@@ -73,11 +75,14 @@ class RowSearch:
         repeated = self.length == 0 and self.rows_per_source > 1
         return np.repeat(scores, self.rows_per_source, 0) if repeated else scores
 
-    def _history(self) -> Tokens:
-        """Return the tokens that each row of the engine has read."""
+    def _history(self) -> History:
+        """Return what the rows of the engine have read."""
         if self.length == 0:
             # One row per source so far, however many samples there will be.
-            return self.tokens[:: self.rows_per_source, : self._place]
+            return History(self.tokens[:: self.rows_per_source, : self._place], np.arange(len(self.task.sources)))
+        return History(self._read_tokens(), self.rows // self.rows_per_source)
+
+    def _read_tokens(self) -> Tokens:
         if self._all_are_left:
             return self.tokens[:, : self._place]
         if self._read is None:
@@ -115,10 +120,9 @@ class RowSearch:
         self.length += 1
 
     def _finish(self, chosen: Tokens) -> None:
-        eos_id = self.task.spec.eos_id
-        # `in` is faster on a short list than on an array.
-        if eos_id in chosen.tolist():
-            self._end(np.flatnonzero((chosen == eos_id) & self.running), "eos", self.length - 1)
+        # Sets are faster than arrays for a few tokens.
+        if not self._eos_ids.isdisjoint(chosen.tolist()):
+            self._end(np.flatnonzero(np.isin(chosen, self.task.eos_ids) & self.running), "eos", self.length - 1)
         if self.task.stops:
             self._stop()
         if self.length == self.task.limit:

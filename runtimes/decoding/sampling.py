@@ -1,6 +1,7 @@
 """Drawing tokens: each row has its own generator, so its tokens do not depend on the batch."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ Weights = NDArray[np.float64]
 
 
 class Sampler:
-    """Draws from scores after temperature, top-k, top-p and min-p, in Hugging Face's order."""
+    """Draws from scores after temperature, top-k, top-p, min-p and the cut-offs, in Hugging Face's order."""
 
     def __init__(self, options: DecodeOptions, sources: Sequence[NDArray[np.generic]]) -> None:
         self.options = options
@@ -29,24 +30,41 @@ class Sampler:
 
     def column(self, scores: Floats, row: int) -> int:
         """Return a column of scores [n], drawn by the generator of a row."""
+        weights = self.weights(scores)
+        sums = np.cumsum(weights, out=self._sums)
+        # Below the whole sum, so that the result is always a column with a weight.
+        drawn = min(self.generators[row].random() * sums[-1], np.nextafter(sums[-1], 0))
+        return int(np.searchsorted(sums, drawn, side="right"))
+
+    def weights(self, scores: Floats) -> Weights:
+        """Return a weight for each of scores [n], zero where the options exclude it; valid until the next call."""
         if len(self._weights) != len(scores):
             self._shifted = np.empty(len(scores), np.float32)
             self._weights, self._sorted, self._sums = (np.empty(len(scores)) for _ in range(3))
             self._left_out = np.empty(len(scores), bool)
-        weights, sums = self._weights, self._sums
+        weights = self._weights
         np.subtract(scores, scores.max(), out=self._shifted)
         np.copyto(weights, self._shifted)
         np.divide(weights, self.options.temperature, out=weights)
         np.exp(weights, out=weights)
         self._narrow(weights)
-        np.cumsum(weights, out=sums)
-        # Below the whole sum, so that the result is always a column with a weight.
-        drawn = min(self.generators[row].random() * sums[-1], np.nextafter(sums[-1], 0))
-        return int(np.searchsorted(sums, drawn, side="right"))
+        return weights
 
     def _narrow(self, weights: Weights) -> None:
-        """Set the weights that top-k, top-p and min-p exclude to zero; the heaviest weight is 1 and stays."""
-        least = max(self._least_of_best(weights), self.options.min_p)
+        """Set the weights that the options exclude to zero; the heaviest is 1, and typical-p alone may exclude it."""
+        options = self.options
+        self._leave_out(weights, max(self._least_of_best(weights), options.min_p))
+        if options.typical_p < 1:
+            keep_typical(weights, options.typical_p)
+        # At least the heaviest weight stays.
+        if options.epsilon_cutoff > 0:
+            self._leave_out(weights, min(options.epsilon_cutoff * float(weights.sum()), float(weights.max())))
+        if options.eta_cutoff > 0:
+            least = least_probability(weights, options.eta_cutoff)
+            self._leave_out(weights, min(least * float(weights.sum()), float(weights.max())))
+
+    def _leave_out(self, weights: Weights, least: float) -> None:
+        """Set the weights below the least one to zero."""
         if least > 0:
             np.less(weights, least, out=self._left_out)
             np.copyto(weights, 0, where=self._left_out)
@@ -89,6 +107,30 @@ class Sampler:
         best: Weights = self._sorted[place:]
         best.sort()
         return best
+
+
+def keep_typical(weights: Weights, mass: float) -> None:
+    """Set all weights to zero but those whose surprise is nearest to the mean and that reach a probability together."""
+    kept = np.flatnonzero(weights)
+    surprises, mean = _surprises(weights[kept])
+    distances = np.abs(surprises - mean)
+    order = np.argsort(distances, kind="stable")
+    sums = np.cumsum(weights[kept[order]])
+    last = min(int(np.searchsorted(sums, mass * sums[-1])), len(order) - 1)
+    weights[kept[distances > distances[order[last]]]] = 0
+
+
+def least_probability(weights: Weights, cutoff: float) -> float:
+    """Return the probability that eta sampling asks of a token: the cut-off, or less if many tokens are likely."""
+    _, entropy = _surprises(weights[weights > 0])
+    return min(cutoff, math.sqrt(cutoff) * math.exp(-entropy))
+
+
+def _surprises(weights: Weights) -> tuple[Weights, float]:
+    """Return the negative log-probability of each weight above zero, and their mean, which is the entropy."""
+    total = weights.sum()
+    surprises: Weights = np.log(total) - np.log(weights)
+    return surprises, float((weights * surprises).sum() / total)
 
 
 def _digest(source: NDArray[np.generic]) -> list[int]:

@@ -1,29 +1,30 @@
 """Scores of the next token: those of the vocabulary or of a shortlist, changed by processors."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from fatdeploy.errors import ConfigError, SpecMismatch
 from fatdeploy.runtimes.decoding.options import DecodeOptions
-from fatdeploy.runtimes.decoding.processors import NEG_INF, processors_of
+from fatdeploy.runtimes.decoding.processors.protocol import NEG_INF, History, Processor
 from fatdeploy.runtimes.engines.protocol import Engine, Floats, State, StepOut, Want
-from fatdeploy.spec import Tokens
 
 # The largest product, in multiplications, that OpenBLAS (numpy's library) runs in one thread: 65536 * 4, its defaults.
 IN_ONE_THREAD = 2**18
+LOWEST = np.finfo(np.float32).min
 
 
 class Scorer:
     """Turns the output of an engine into scores [R, n] of ``ids``; without ids, n is the vocabulary."""
 
-    def __init__(self, engine: Engine[State], options: DecodeOptions) -> None:
-        self.spec = engine.spec
-        self.processors = processors_of(options, engine.spec)
+    def __init__(self, engine: Engine[State], options: DecodeOptions, processors: Sequence[Processor] = ()) -> None:
+        self.spec, self.processors = engine.spec, processors
         self._listed: NDArray[np.int64] | None = None
         self._matrix: Floats | None = None  # [n, M]
         self._bias: Floats | None = None  # [n]
         if options.shortlist is not None:
-            self._listed = np.unique([*options.shortlist, engine.spec.eos_id]).astype(np.int64)
+            self._listed = np.unique([*options.shortlist, *options.end_ids(engine.spec)]).astype(np.int64)
             self._matrix = engine.output_rows(self._listed)
             self._bias = engine.output_bias(self._listed)
         self._scratch: dict[str, Floats] = {}
@@ -47,40 +48,34 @@ class Scorer:
         return out.logits[:, -1] if self._listed is None else out.logits[:, -1, self._listed]
 
     def log_probs(self, scores: Floats) -> Floats:
-        """Return log-probabilities of scores, in an array that is valid until the next call."""
+        """Return log-probabilities of scores, in an array that is valid until the next call.
+
+        Where every token is forbidden, all of them are -inf.
+        """
         result = self._buffer("log_probs", scores.shape)
-        np.subtract(scores, scores.max(-1, keepdims=True), out=result)
+        np.subtract(scores, _largest(scores), out=result)
         np.subtract(result, self._log_sums(result), out=result)
         return result
 
     def log_probs_of(self, scores: Floats, columns: NDArray[np.int64]) -> Floats:
         """Return the log-probability of one column of each row."""
         shifted = self._buffer("log_probs", scores.shape)
-        rows = np.arange(len(scores))
-        # Processors may forbid every token of a finished row: its result is NaN, and nobody reads it.
-        with np.errstate(invalid="ignore", divide="ignore"):
-            np.subtract(scores, scores.max(-1, keepdims=True), out=shifted)
-            chosen: Floats = shifted[rows, columns] - self._log_sums(shifted)[:, 0]
+        np.subtract(scores, _largest(scores), out=shifted)
+        chosen: Floats = shifted[np.arange(len(scores)), columns] - self._log_sums(shifted)[:, 0]
         return chosen
 
-    def processed(self, scores: Floats, tokens: Tokens) -> Floats:
-        """Return scores after every processor, for rows that have read tokens [R, n]; ``scores`` stay as they are."""
+    def processed(self, scores: Floats, history: History) -> Floats:
+        """Return scores after every processor, for the rows of a step; ``scores`` stay as they are."""
         if not self.processors:
             return scores
-        shape = (len(scores), self.spec.vocab_size)
-        result = self._buffer("processed", shape)
+        result = self._buffer("processed", (len(scores), self.spec.vocab_size))
         if self._listed is None:
             np.copyto(result, scores)
         else:
             result[...] = NEG_INF
             result[:, self._listed] = scores
         for processor in self.processors:
-            result = processor(tokens, result)
-            if getattr(result, "shape", None) != shape:
-                raise ConfigError(
-                    f"processors refused: {processor!r} must return scores of shape {shape}, "
-                    f"found {getattr(result, 'shape', type(result).__name__)}"
-                )
+            result = processor(history, result)
         return result
 
     def _product(self, hidden: Floats, matrix: Floats) -> Floats:
@@ -96,7 +91,8 @@ class Scorer:
         powers = self._buffer("powers", shifted.shape)
         # Forbidden tokens are -inf here, and 0 after exp.
         np.exp(shifted, out=powers)
-        sums: Floats = np.log(powers.sum(-1, keepdims=True))
+        # The largest power is 1, so that only the sum of forbidden tokens alone is less.
+        sums: Floats = np.log(np.maximum(powers.sum(-1, keepdims=True), 1))
         return sums
 
     def _buffer(self, name: str, shape: tuple[int, ...]) -> Floats:
@@ -105,6 +101,12 @@ class Scorer:
         if buffer is None or buffer.shape != shape:
             buffer = self._scratch[name] = np.empty(shape, np.float32)
         return buffer
+
+
+def _largest(scores: Floats) -> Floats:
+    """Return the largest score [R, 1] of each row, a finite number even where processors forbid every token."""
+    largest: Floats = np.maximum(scores.max(-1, keepdims=True), LOWEST)
+    return largest
 
 
 def multiply(rows: Floats, matrix: Floats, out: Floats) -> None:

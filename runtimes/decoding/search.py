@@ -63,6 +63,11 @@ class Task:
         """The tokens that every target reads first."""
         return (self.spec.bos_id, *self.options.prefix_ids)
 
+    @cached_property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The tokens that end a target."""
+        return self.options.end_ids(self.spec)
+
 
 def stays(alive: NDArray[np.bool_]) -> bool:
     """Whether all sources stay in the batch: removing some costs a copy, which pays once half of them are finished."""

@@ -59,6 +59,24 @@ def expected(**values: object) -> list[Hypothesis]:
         ),
         ("--prefix|7 8 9", {"prefix": [7, 8, 9]}),
         ("--repetition-penalty 1.5 --no-repeat-ngram 2", {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2}),
+        (
+            "--sample --typical-p 0.6 --epsilon-cutoff 0.01 --eta-cutoff 0.02",
+            {"sample": True, "typical_p": 0.6, "epsilon_cutoff": 0.01, "eta_cutoff": 0.02},
+        ),
+        (
+            "--encoder-repetition-penalty 4 --encoder-no-repeat-ngram 2",
+            {"encoder_repetition_penalty": 4.0, "encoder_no_repeat_ngram_size": 2},
+        ),
+        (
+            "--forced-bos 9 --forced-eos 2 --begin-suppress 30 --begin-suppress 31",
+            {"forced_bos_id": 9, "forced_eos_id": 2, "begin_suppress_tokens": [30, 31]},
+        ),
+        ("--sequence-bias|30 12|-9.5|--sequence-bias|12|9", {"sequence_bias": [([30, 12], -9.5), ([12], 9.0)]}),
+        ("--exponential-decay 2 1.9", {"exponential_decay_length_penalty": (2, 1.9)}),
+        (
+            "--beams 3 --renormalize --suppress 12 --suppress 30",
+            {"num_beams": 3, "renormalize": True, "suppress_tokens": [12, 30]},
+        ),
         ("--force 0 9 --force 2 11 --min-new-tokens 4", {"forced_tokens": [(0, 9), (2, 11)], "min_new_tokens": 4}),
     ],
     ids=str,
@@ -83,6 +101,14 @@ def test_forbidden_tokens_never_appear(tmp_path: Path) -> None:
     listed.write_text("\n".join(map(str, range(20, 40))))
     result = run(bundle_of(TINY), "--ids", "--shortlist", str(listed), *map(line, SOURCES))
     assert result.stdout.splitlines() == [line(hypothesis.tokens) for hypothesis in expected(shortlist=range(20, 40))]
+
+
+def test_a_target_ends_with_any_of_several_tokens() -> None:
+    plain = [hypothesis.tokens for hypothesis in expected()]
+    ends = [plain[0][4], plain[1][2]]
+    result = run(bundle_of(TINY), "--ids", *(f"--eos={token}" for token in ends), *map(line, SOURCES))
+    lines = [line(hypothesis.tokens) for hypothesis in expected(eos_ids=ends)]
+    assert result.stdout.splitlines() == lines != list(map(line, plain))
 
 
 def test_several_targets_are_one_line_each_with_source_number_and_score() -> None:
@@ -166,6 +192,9 @@ def test_alignments_are_pairs_of_places_and_whole_in_json() -> None:
         (["--n-best", "2"], "num_return_sequences must lie in 1…1 (num_beams), found 2"),
         (["--max-new-tokens", "999"], "max_new_tokens must lie in 1…256"),
         (["--bad-word", "a b"], "--bad-word: expected token ids with blanks between them, found 'a b'"),
+        (["--sequence-bias", "a", "1"], "--sequence-bias: expected token ids with blanks between them, found 'a'"),
+        (["--sequence-bias", "3", "inf"], "sequence_bias must be pairs: token ids, number to add, found [([3], inf)]"),
+        (["--eos", "64"], "eos_ids must be ids in 0…63, found 64"),
         (["--shortlist", "nowhere.txt"], "cannot read --shortlist nowhere.txt"),
         (["--suppress", "64"], "suppress_tokens must be ids in 0…63, found 64"),
     ],
@@ -242,7 +271,16 @@ def test_a_stream_prints_the_same_line_whatever_line_ends_it_contains(capsys: py
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--top-p", "0"], ["--beams", "0"], ["--early-stopping", "maybe"], ["--scores", "--stream"]], ids=str
+    "arguments",
+    [
+        ["--exponential-decay", "3", "0"],
+        ["--forced-bos", "-1"],
+        ["--top-p", "0"],
+        ["--beams", "0"],
+        ["--early-stopping", "maybe"],
+        ["--scores", "--stream"],
+    ],
+    ids=str,
 )
 def test_a_value_out_of_range_is_refused_as_usage(arguments: list[str]) -> None:
     result = run(bundle_of(TINY), "--ids", *arguments, "9 30 12")

@@ -7,7 +7,7 @@ import pytest
 
 from fatdeploy.errors import ConfigError
 from fatdeploy.runtimes.decoding.loop import decode
-from fatdeploy.runtimes.decoding.options import OPTIONS, DecodeOptions
+from fatdeploy.runtimes.decoding.options import ID_OPTIONS, OPTIONS, DecodeOptions
 from tests.support.engines.tables import WORDS, TableEngine
 
 WHOLE = "must be a whole number from"
@@ -32,9 +32,25 @@ WHOLE = "must be a whole number from"
             ("prefix", value, "must be token ids or text")
             for value in ([1.5], 3, [-1], np.ones(2), np.ones((1, 2), int))
         ),
-        ("repetition_penalty", 0, "must be a number above 0"),
-        ("no_repeat_ngram_size", -1, f"{WHOLE} 0 up"),
-        ("suppress_tokens", "ab", "must be token ids"),
+        *((f"{whose}repetition_penalty", 0, "must be a number above 0") for whose in ("", "encoder_")),
+        *((f"{whose}no_repeat_ngram_size", -1, f"{WHOLE} 0 up") for whose in ("", "encoder_")),
+        *((name, "ab", "must be token ids") for name in ("suppress_tokens", "begin_suppress_tokens", "eos_ids")),
+        *((name, value, f"{WHOLE} 0 up") for name in ("forced_bos_id", "forced_eos_id") for value in (-1, 2.0, "3")),
+        *(("typical_p", value, "must be a number above 0, at most 1") for value in (0, 1.1)),
+        *(
+            (name, value, "must be a number from 0, below 1")
+            for name in ("epsilon_cutoff", "eta_cutoff")
+            for value in (-0.1, 1)
+        ),
+        *(
+            ("sequence_bias", value, "must be pairs: token ids, number to add")
+            for value in ([3], [([], 1.0)], [(3, 1.0)], [([3], "1")], [([3], np.inf)], [([3], 1.0, 2)], {(3,): 1.0})
+        ),
+        *(
+            ("exponential_decay_length_penalty", value, "must be a number of tokens and a factor above 0")
+            for value in (3, (3,), (-1, 1.5), (2.5, 1.5), (3, 0), (3, np.inf))
+        ),
+        ("renormalize", 1, "must be True or False"),
         *(("forced_tokens", value, "must be pairs") for value in ([3], [(1, 2, 3)], 4)),
         *(("bad_words", value, "must be lists of token ids, none empty") for value in ([[]], [3], 3)),
         *(("stop", value, "must be texts or lists of token ids, none empty") for value in ("abc", [""], [[]], [3])),
@@ -71,6 +87,10 @@ def test_all_wrong_values_are_reported_at_once() -> None:
         ({"temperature": 0.5}, r"temperature must be 1.0 without sample \(--sample\), found 0.5"),
         ({"top_k": 4, "min_p": 0.1}, "top_k must be 0 without sample.*; min_p must be 0.0 without sample.* found 0.1"),
         ({"top_p": 0.9, "num_beams": 2}, "top_p must be 1.0 without sample"),
+        (
+            {"typical_p": 0.9, "epsilon_cutoff": 0.1, "eta_cutoff": 0.2},
+            "typical_p must be 1.0 without.*; epsilon_cutoff must be 0.0 without.*; eta_cutoff must be 0.0 without",
+        ),
         ({"max_new_tokens": 3, "min_new_tokens": 4}, r"min_new_tokens must lie in 0…3 \(max_new_tokens\), found 4"),
     ],
     ids=str,
@@ -95,11 +115,21 @@ def test_values_that_do_not_go_together_are_refused(values: dict, reason: str) -
         ({"length_candidates": 2}, "length_candidates must be 1: this model has no length head, found 2"),
         ({"num_beams": 13}, r"num_beams must lie in 1…12 \(half the vocabulary\), found 13"),
         ({"num_beams": 2, "shortlist": [5, 6]}, r"num_beams must lie in 1…1 \(half the shortlist with EOS\), found 2"),
+        ({"num_beams": 9, "eos_ids": [2, 3]}, r"num_beams must lie in 1…8 \(1/3 of the vocabulary\), found 9"),
+        (
+            {"num_beams": 2, "eos_ids": [3, 4], "shortlist": [4, 5, 6]},
+            r"num_beams must lie in 1…1 \(1/3 of the shortlist with EOS\), found 2",
+        ),
         *(
             ({name: value}, f"{name} must be ids in 0…23, found 24")
             for name, value in {
                 "prefix": [24],
                 "suppress_tokens": [3, 24],
+                "begin_suppress_tokens": [24],
+                "forced_bos_id": 24,
+                "forced_eos_id": 24,
+                "sequence_bias": [([3, 24], 1.0)],
+                "eos_ids": [2, 24],
                 "forced_tokens": [(0, 24)],
                 "bad_words": [[3, 24]],
                 "stop": [[24]],
@@ -116,15 +146,27 @@ def test_what_a_model_cannot_do_is_refused_before_the_source_is_read(values: dic
     assert (engine.n_states, engine.calls) == (0, [])
 
 
+def test_options_that_compare_source_and_target_are_refused_where_their_vocabularies_differ() -> None:
+    spec = type(WORDS)(**{**WORDS.__dict__, "source_vocab_size": 40})
+    assert DecodeOptions(no_repeat_ngram_size=2).limit(spec) == 32
+    with pytest.raises(
+        ConfigError,
+        match=r"encoder_repetition_penalty must be 1.0: .* two vocabularies, found 2.0; encoder_no_rep.* found 3",
+    ):
+        DecodeOptions(encoder_repetition_penalty=2.0, encoder_no_repeat_ngram_size=3).limit(spec)
+
+
 def test_a_parallel_model_refuses_what_needs_one_token_after_another() -> None:
     spec = type(WORDS)(**{**WORDS.__dict__, "decoding": "parallel", "length": "eos"})
     with pytest.raises(ConfigError, match=r"num_beams has no meaning for a parallel model.*; stop has no"):
         decode(TableEngine(spec=spec), [[5]], DecodeOptions(num_beams=2, stop=[[3]]))
+    with pytest.raises(ConfigError, match=r"forced_bos_id has no meaning.*; renormalize has no .*; eos_ids has no"):
+        decode(TableEngine(spec=spec), [[5]], DecodeOptions(forced_bos_id=0, renormalize=True, eos_ids=[3]))
 
 
 def test_empty_options_are_not_refused_for_a_parallel_model() -> None:
     spec = type(WORDS)(**{**WORDS.__dict__, "decoding": "parallel", "length": "eos"})
-    nothing = {key: [] for key in ("prefix", "suppress_tokens", "forced_tokens", "bad_words", "stop", "processors")}
+    nothing = {key: [] for key in (*ID_OPTIONS, "processors") if key != "shortlist"}
     assert DecodeOptions(**nothing).limit(spec) == 32
     with pytest.raises(ConfigError, match=r"^decode options refused: length_penalty has no meaning[^;]*$"):
         DecodeOptions(**nothing, length_penalty=0.0).limit(spec)
@@ -135,11 +177,16 @@ def test_arrays_of_ids_work_like_lists() -> None:
         "prefix": [9, 8],
         "suppress_tokens": [3, 4],
         "forced_tokens": [[0, 7], [2, 5]],
+        "begin_suppress_tokens": [6],
+        "eos_ids": [2, 11],
+        "sequence_bias": [[[9], -2.0], [[8, 6], 3.0]],
         "bad_words": [[3, 4], [5]],
         "stop": [[7, 7], [6, 5, 4]],
         "shortlist": list(range(3, 20)),
     }
-    arrays = {**lists, **{name: np.array(lists[name]) for name in ("prefix", "suppress_tokens", "forced_tokens")}}
+    plain = ("prefix", "suppress_tokens", "begin_suppress_tokens", "eos_ids", "forced_tokens")
+    arrays = {**lists, **{name: np.array(lists[name]) for name in plain}}
+    arrays["sequence_bias"] = [[np.array(ids), bias] for ids, bias in lists["sequence_bias"]]
     arrays |= {name: [np.array(word, np.int32) for word in lists[name]] for name in ("bad_words", "stop")}
     arrays["shortlist"] = np.array(lists["shortlist"], np.int16)
     assert DecodeOptions(**arrays) == DecodeOptions(**lists)

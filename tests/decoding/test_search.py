@@ -72,6 +72,17 @@ OPTIONS = {
     "controls": DecodeOptions(repetition_penalty=1.3, bad_words=[[3], [4, 5]], min_new_tokens=4, stop=[[7, 7]]),
     "shortlist": DecodeOptions(shortlist=range(3, 15), num_beams=2),
     "prefix": DecodeOptions(prefix=[9, 8], max_new_tokens=12),
+    "of the source": DecodeOptions(encoder_repetition_penalty=2.5, encoder_no_repeat_ngram_size=2, scores=True),
+    "beams of the source": DecodeOptions(
+        num_beams=3, encoder_repetition_penalty=0.4, encoder_no_repeat_ngram_size=1, renormalize=True
+    ),
+    "samples of the source": DecodeOptions(
+        sample=True, num_return_sequences=3, encoder_repetition_penalty=2.5, typical_p=0.9, eta_cutoff=0.05
+    ),
+    "many ends": DecodeOptions(eos_ids=[2, 5, 9], min_new_tokens=2, exponential_decay_length_penalty=(3, 1.2)),
+    "beams with many ends": DecodeOptions(
+        num_beams=4, eos_ids=[7, 5, 9], forced_bos_id=6, forced_eos_id=9, sequence_bias=[([6, 7], 2.0)]
+    ),
 }
 
 

@@ -27,6 +27,26 @@ from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 VOCABULARY, WIDTH, MAX_SOURCE, MAX_TARGET = 48, 32, 12, 24
 PAD, EOS, BOS = 0, 2, 3
+# Options of ours whose values ``generate`` takes as they are, and their names there.
+SAME_NAMES = {
+    **{
+        name: name
+        for name in (
+            "min_new_tokens",
+            "repetition_penalty",
+            "encoder_repetition_penalty",
+            "no_repeat_ngram_size",
+            "encoder_no_repeat_ngram_size",
+            "suppress_tokens",
+            "begin_suppress_tokens",
+            "exponential_decay_length_penalty",
+        )
+    },
+    "forced_bos_id": "forced_bos_token_id",
+    "forced_eos_id": "forced_eos_token_id",
+    "renormalize": "renormalize_logits",
+    "eos_ids": "eos_token_id",
+}
 COMMON = {
     "vocab_size": VOCABULARY,
     "d_model": WIDTH,
@@ -206,10 +226,11 @@ def generated(
     log_probs = model.compute_transition_scores(
         out.sequences, out.scores, paths, normalize_logits=paths is None
     ).numpy()
-    sequences = []
+    sequences, ends = [], options.eos_ids or [EOS]
     for row, new in enumerate(out.sequences[:, prompt.shape[1] :].tolist()):
-        length = (*new[:-1], EOS).index(EOS) + 1 if paths is None else int((paths[row] >= 0).sum())
-        ended = EOS in new[:length]
+        first = next((place for place, token in enumerate(new) if token in ends), len(new) - 1)
+        length = first + 1 if paths is None else int((paths[row] >= 0).sum())
+        ended = new[length - 1] in ends
         kept = length - ended
         score = log_probs[row, :length].sum() if paths is None else out.sequences_scores[row]
         tokens = (*options.prefix_ids, *new[:kept])
@@ -226,13 +247,14 @@ def _arguments(options: DecodeOptions) -> dict[str, object]:
     if options.num_beams > 1:
         names = ("num_beams", "length_penalty", "early_stopping", "num_return_sequences")
         arguments |= {name: getattr(options, name) for name in names}
-    for name in ("min_new_tokens", "no_repeat_ngram_size", "suppress_tokens"):
-        if getattr(options, name):
-            arguments[name] = getattr(options, name)
-    if options.repetition_penalty != 1:
-        arguments["repetition_penalty"] = options.repetition_penalty
+    for name, theirs in SAME_NAMES.items():
+        value = getattr(options, name)
+        if value != getattr(DecodeOptions(), name) and value != []:
+            arguments[theirs] = value
     if options.bad_words:
         arguments["bad_words_ids"] = [list(word) for word in options.bad_words]
+    if options.sequence_bias:
+        arguments["sequence_bias"] = [[list(ids), bias] for ids, bias in options.sequence_bias]
     for _, token in options.forced_tokens:  # transformers forces EOS at the end and anything else at the beginning
         arguments["forced_eos_token_id" if token == EOS else "forced_bos_token_id"] = token
     return arguments

@@ -7,6 +7,7 @@ from pathlib import Path
 from fatdeploy.bundle import Bundle, write_manifest
 from fatdeploy.export.g2p import CALIBRATION, CHECKPOINT, NAME
 from fatdeploy.export.g2p import PROBES as G2P_PROBES
+from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.models.exportable import Choices, Exportable, exportable_model
 from fatdeploy.export.models.loading import model_from_source
 from fatdeploy.export.pipeline import Origin, Plain, trial_of, write_quantized
@@ -39,6 +40,7 @@ def quantizer_from(plain: Bundle, exportable: Exportable, request: QuantizeReque
             most_steps=RANDOM_STEPS,
         ),
         lambda _: None,
+        EagerEngine(exportable),
     )
 
 

@@ -28,7 +28,7 @@ GENERATION_CONFIG, CONFIG = "generation_config.json", "config.json"
 def generation_from_config(config: Settings, generation: Settings | None, model: SpokenModel) -> GenerationRecord:
     """Return the default options of a folder, and log one warning that names what has no counterpart.
 
-    ``generation`` is the content of ``generation_config.json``, None if the folder has none. An impossible value, or a
+    ``generation`` is the content of ``generation_config.json``, empty or None if the folder has none. An impossible value, or a
     token that the model does not have, is an error with every reason.
     """
     settings = {name: value for name, value in _source(config, generation).items() if value is not None}
@@ -47,7 +47,7 @@ def generation_from_config(config: Settings, generation: Settings | None, model:
             options |= converted
     reasons += _wrong_options(options, model) + _not_json(ignored)
     if reasons:
-        file = CONFIG if generation is None else GENERATION_CONFIG
+        file = GENERATION_CONFIG if generation else CONFIG
         raise CheckpointError(
             f"{in_one_line(f'{file} refused', dict.fromkeys(reasons))}. Correct these keys or remove them"
         )
@@ -59,7 +59,7 @@ def generation_from_config(config: Settings, generation: Settings | None, model:
 
 def _source(config: Settings, generation: Settings | None) -> Settings:
     """Return the settings that count."""
-    if generation is not None:
+    if generation:
         return generation
     # Models made of two say how they decode in the part that does it, unless the whole says it.
     decoder = config.get("decoder")

@@ -166,6 +166,7 @@ def test_a_published_model_decodes_as_its_authors_do(name: str, caplog: pytest.L
     # The same keys in config.json count where there is no other file.
     config = {"model_type": "any", "d_model": 16, "use_cache": True, **generation}
     assert generation_from_config(config, None, model) == GenerationRecord(options)
+    assert generation_from_config(config, {}, model) == GenerationRecord(options)
     assert not caplog.messages
 
 

@@ -1,0 +1,1 @@
+"""Processors that change scores before a token is chosen."""
