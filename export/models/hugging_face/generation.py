@@ -28,8 +28,8 @@ GENERATION_CONFIG, CONFIG = "generation_config.json", "config.json"
 def generation_from_config(config: Settings, generation: Settings | None, model: SpokenModel) -> GenerationRecord:
     """Return the default options of a folder, and log one warning that names what has no counterpart.
 
-    ``generation`` is the content of ``generation_config.json``, empty or None if the folder has none. An impossible value, or a
-    token that the model does not have, is an error with every reason.
+    ``generation`` is the content of ``generation_config.json``, empty or None if the folder has none. An impossible
+    value, or a token that the model does not have, is an error with every reason.
     """
     settings = {name: value for name, value in _source(config, generation).items() if value is not None}
     options: Options = {}
