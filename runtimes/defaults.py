@@ -15,7 +15,10 @@ from fatdeploy.spec import ModelSpec
 PLAIN = {field.name: field.default for field in fields(DecodeOptions)}
 
 # The options whose values decide whether another one has a meaning.
-COMPARED = ("max_new_tokens", "min_new_tokens", "num_beams", "num_return_sequences", "sample", "num_beam_groups")
+COMPARED = (
+    *("max_new_tokens", "min_new_tokens", "num_beams", "num_return_sequences", "sample"),
+    *("num_beam_groups", "diversity_penalty"),
+)
 
 
 def default_options(bundle: Bundle) -> DecodeOptions:
@@ -54,7 +57,7 @@ def changed_options(defaults: DecodeOptions, changes: Mapping[str, Any]) -> Deco
     check_names(changes)
     values = {name: getattr(defaults, name) for name in PLAIN} | dict(changes)
     # Wrong values cannot be compared with others: the constructor refuses them with every reason.
-    if not _wrong_values({name: values[name] for name in COMPARED if name in values}):
+    if not _wrong_values({name: values[name] for name in COMPARED}):
         values |= {name: PLAIN[name] for name in _meaningless(values) if name not in changes}
         values |= _possible_lengths(values, changes)
     return DecodeOptions(**values)
@@ -106,13 +109,11 @@ def _possible_lengths(values: Mapping[str, Any], changes: Mapping[str, Any]) -> 
 def _meaningless(values: Mapping[str, Any]) -> set[str]:
     """Return the options that have no meaning beside the others."""
     names = set()
-    beams, sample, groups = values["num_beams"], values["sample"], values.get("num_beam_groups", 1)
+    beams, sample, groups = values["num_beams"], values["sample"], values["num_beam_groups"]
     if not sample:
         names |= {*SAMPLING}
     if values["num_return_sequences"] > beams and not (sample and beams == 1):
         names.add("num_return_sequences")
-    if groups > 1 and (sample or beams % groups):
+    if groups == 1 or sample or beams % groups or values["diversity_penalty"] == 0:
         names |= {"num_beam_groups", "diversity_penalty"}
-    if groups == 1 and "diversity_penalty" in values:
-        names.add("diversity_penalty")
     return names

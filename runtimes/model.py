@@ -13,12 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fatdeploy.bundle import Bundle, read_bundle
-from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, SpecMismatch, in_one_line
+from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, SpecMismatch
 from fatdeploy.manifest import TOKENIZER
+from fatdeploy.runtimes.call_checks import check_call, check_list, check_streamed
 from fatdeploy.runtimes.closing import ClosedOnExit
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.loop import Decoding
 from fatdeploy.runtimes.decoding.options import OPTIONS, DecodeOptions
+from fatdeploy.runtimes.decoding.prompts import PrefixIds, Prompt, check_count, prompts_of, reasons_against
 from fatdeploy.runtimes.decoding.sources import CheckedSources, batches_of, checked_sources, row_of, wrong_source
 from fatdeploy.runtimes.decoding.stops import cut_text
 from fatdeploy.runtimes.decoding.streaming import Deltas, Stream
@@ -26,6 +28,7 @@ from fatdeploy.runtimes.defaults import changed_options, check_names, default_op
 from fatdeploy.runtimes.engines.opening import most_sources_of, opened_engine
 from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
 from fatdeploy.runtimes.engines.protocol import Engine
+from fatdeploy.runtimes.text.prefixes import Prefix, check_reading_order, ids_of_prefix
 from fatdeploy.runtimes.text.tokenizer import Encoded, Tokenizer, tokenizer_from_file
 from fatdeploy.runtimes.text.tokenizer_json import UNK
 from fatdeploy.spec import ModelSpec, Tokens
@@ -42,11 +45,12 @@ log = logging.getLogger("fatdeploy")
 
 @dataclass(frozen=True, eq=False)
 class ReadSource:
-    """The tokens of a source, how many were cut off, and the characters that have no token."""
+    """The tokens of a source, how many were cut off, the characters without a token, and a prefix of its own."""
 
     ids: NDArray[np.generic]
     dropped: int = 0
     unknown: tuple[str, ...] = ()
+    prefix: PrefixIds | None = None
 
 
 Source = str | Sequence[int] | Tokens | ReadSource
@@ -98,6 +102,7 @@ class Model(ClosedOnExit):
         sources: Sequence[Source],
         options: DecodeOptions | None = None,
         *,
+        prefixes: Sequence[Prefix | None] | None = None,
         truncate: bool = False,
         batch_tokens: int = BATCH_TOKENS,
         progress: Callable[[int], None] | None = None,
@@ -108,31 +113,37 @@ class Model(ClosedOnExit):
         Without ``options`` the bundle's own apply, and ``options`` replace them all. Further keywords are fields of
         DecodeOptions and change either: ``generate(sources, num_beams=1)``.
 
-        A source longer than ``max_source`` is an error before anything is decoded; with ``truncate`` it is cut, and
-        ``dropped`` says by how much. Sources of similar lengths are decoded together, longest first, in batches of at
-        most ``batch_tokens`` positions, which changes no result. ``progress`` is called after each batch with its
-        number of sources. Sources whose batch had not started when ``timeout_s`` ran out are ``cancelled`` without a
-        token. Unknown characters are logged as one warning per call.
+        ``prefixes`` begin the targets, one per source: text, token ids, or None for the prefix of the options. Sources
+        whose prefixes differ in length are decoded together. A source longer than ``max_source`` is an error before
+        anything is decoded; with ``truncate`` it is cut, and ``dropped`` says by how much. Sources of similar lengths
+        are decoded together, longest first, in batches of at most ``batch_tokens`` positions, which changes no result.
+        ``progress`` is called after each batch with its number of sources. Sources whose batch had not started when
+        ``timeout_s`` ran out are ``cancelled`` without a token. Unknown characters are logged as one warning per call.
         """
-        _check_call(options, truncate, batch_tokens, progress)
-        _check_list(sources)
-        options, limit = self._resolved(options, changes)
+        check_call(options, truncate, batch_tokens, progress)
+        check_list(sources)
+        options, _ = self._resolved(options, changes)
         deadline = None if options.timeout_s is None else monotonic() + options.timeout_s
         readable = self._readable(sources, truncate)
+        prompts = self._prompts(prefixes, readable, options)
         results = [Hypothesis((), "cancelled")] * len(readable)
-        positions = len(options.prefix_ids) + limit
+        positions = [prompt.end - 1 for prompt in prompts]
         lengths = [len(source.ids) for source in readable]
         rows_per_source = options.rows_per_source(self.spec)
         for batch in batches_of(lengths, rows_per_source, positions, batch_tokens, self._most_sources):
             if deadline is not None and monotonic() >= deadline:
                 break
-            with self._decoding([readable[index] for index in batch], options, deadline) as decoding:
+            chosen = [readable[index] for index in batch], [prompts[index].prefix for index in batch]
+            with self._decoding(*chosen, options, deadline) as decoding:
                 hypotheses = decoding.run()
             for index, hypothesis in zip(batch, hypotheses, strict=True):
                 results[index] = hypothesis
             if progress is not None:
                 progress(len(batch))
-        return [self._completed(result, source, options) for result, source in zip(results, readable, strict=True)]
+        return [
+            self._completed(result, source, options, prompt.prefix)
+            for result, source, prompt in zip(results, readable, prompts, strict=True)
+        ]
 
     def stream(
         self, source: Source, options: DecodeOptions | None = None, *, truncate: bool = False, **changes: Any
@@ -146,14 +157,15 @@ class Model(ClosedOnExit):
         event is requested, and ``timeout_s`` counts from then. Models that write from right to left, or all tokens at
         once, send one event with everything at the end.
         """
-        _check_call(options, truncate)
+        check_call(options, truncate)
         options, _ = self._resolved(options, changes)
-        _check_streamed(options)
+        check_streamed(options)
         [readable] = self._readable([source], truncate)
+        prefix = self._prompts(None, [readable], options)[0].prefix
         return Stream(
-            partial(self._decoding, [readable], options),
+            partial(self._decoding, [readable], [prefix], options),
             Deltas(options.stop, self._tokenizer),
-            partial(self._completed, source=readable, options=options),
+            partial(self._completed, source=readable, options=options, prefix=prefix),
             in_reading_order=self.spec.decoding == "autoregressive" and self.spec.target_order == "left_to_right",
         )
 
@@ -172,15 +184,21 @@ class Model(ClosedOnExit):
         """Return why ``generate`` would refuse a source; empty if it would not."""
         return wrong_source(self._tokenized(source, truncate).ids, self.spec)
 
-    def read(self, source: Source, *, truncate: bool = False) -> ReadSource:
+    def read(self, source: Source, *, truncate: bool = False, prefix: Prefix | None = None) -> ReadSource:
         """Return a source in the form that ``generate`` and ``stream`` neither tokenise nor check again.
 
-        A source that they would refuse is a SpecMismatch whose message is the reason alone.
+        A ``prefix`` belongs to the source: its targets begin with it. A source that they would refuse is a SpecMismatch
+        whose message is the reason alone.
         """
         tokenized = self._tokenized(source, truncate)
         if reason := wrong_source(tokenized.ids, self.spec):
             raise SpecMismatch(reason)
-        return tokenized
+        if prefix is None:
+            return tokenized
+        ids = ids_of_prefix(prefix, self.spec, self._needed_tokenizer)
+        if reasons := reasons_against(ids, DecodeOptions(), self.spec):
+            raise SpecMismatch("; ".join(reasons))
+        return replace(tokenized, prefix=ids)
 
     def close(self) -> None:
         """Close the engine; the model cannot be used afterwards."""
@@ -196,15 +214,25 @@ class Model(ClosedOnExit):
         }
         texts = [name for name, is_text in are_texts.items() if is_text]
         tokenizer = self._needed_tokenizer() if texts else None
-        if texts and self.spec.target_order == "right_to_left":
-            raise ConfigError(
-                f"{' and '.join(texts)} refused: this model writes from right to left, but text is read from left to "
-                "right; pass token ids in the order of generation"
-            )
+        if texts:
+            check_reading_order(" and ".join(texts), self.spec)
         if tokenizer is not None and isinstance(options.prefix, str):
             options = replace(options, prefix=tokenizer.plain_ids(options.prefix))
         options = within_room(options, self.spec.max_target - len(options.prefix_ids), stated)
         return options, options.limit(self.spec)
+
+    def _prompts(
+        self, prefixes: Sequence[Prefix | None] | None, sources: Sequence[ReadSource], options: DecodeOptions
+    ) -> list[Prompt]:
+        """Return a prompt per source; a prefix that was read with its source is its own."""
+        if prefixes is not None:
+            check_count(prefixes, len(sources))
+            ids = [
+                None if prefix is None else ids_of_prefix(prefix, self.spec, self._needed_tokenizer)
+                for prefix in prefixes
+            ]
+            sources = [replace(source, prefix=prefix) for source, prefix in zip(sources, ids, strict=True)]
+        return prompts_of(options, self.spec, [source.prefix for source in sources], len(sources))
 
     def _readable(self, sources: Iterable[Source], truncate: bool) -> list[ReadSource]:
         """Return sources that the model can read; log one warning about cuts and one about unknown characters."""
@@ -229,71 +257,42 @@ class Model(ClosedOnExit):
         return ReadSource(ids, encoded.ids.size - ids.size, encoded.unknown)
 
     def _decoding(
-        self, sources: Sequence[ReadSource], options: DecodeOptions, deadline: float | None = None
+        self,
+        sources: Sequence[ReadSource],
+        prefixes: Sequence[PrefixIds],
+        options: DecodeOptions,
+        deadline: float | None = None,
     ) -> Decoding:
         text_of = None if self._tokenizer is None else self._tokenizer.text
         checked = CheckedSources([source.ids for source in sources])
-        return Decoding(self._engine, checked, options, deadline=deadline, text_of=text_of)
+        return Decoding(self._engine, checked, options, prefixes=prefixes, deadline=deadline, text_of=text_of)
 
-    def _completed(self, result: Hypothesis, source: ReadSource, options: DecodeOptions) -> Hypothesis:
+    def _completed(
+        self, result: Hypothesis, source: ReadSource, options: DecodeOptions, prefix: PrefixIds
+    ) -> Hypothesis:
         """Return a result, and its alternatives, with their text and the number of tokens cut from the source."""
         if self._tokenizer is None and not source.dropped:
             return result
-        alternatives = tuple(self._completed(alternative, source, options) for alternative in result.alternatives)
-        return replace(result, text=self._text(result, options), dropped=source.dropped, alternatives=alternatives)
+        alternatives = tuple(
+            self._completed(alternative, source, options, prefix) for alternative in result.alternatives
+        )
+        text = self._text(result, options, prefix)
+        return replace(result, text=text, dropped=source.dropped, alternatives=alternatives)
 
-    def _text(self, result: Hypothesis, options: DecodeOptions) -> str | None:
+    def _text(self, result: Hypothesis, options: DecodeOptions, prefix: PrefixIds) -> str | None:
         if self._tokenizer is None:
             return None
         text = self._tokenizer.text(result.tokens)
         if result.finish != "stop":
             return text
         stops = [stop for stop in options.stop if isinstance(stop, str)]
-        return cut_text(text, stops, len(self._tokenizer.text(options.prefix_ids)))
+        return cut_text(text, stops, len(self._tokenizer.text(tuple(prefix))))
 
     def _needed_tokenizer(self) -> Tokenizer:
         if TOKENIZER not in self.bundle.manifest.files:
             raise ConfigError(f"{self.bundle.path} has no {TOKENIZER}: pass token ids, not text (fatdeploy run --ids)")
         # None without the package: reading the file again raises the error that says what to install.
         return self._tokenizer or tokenizer_from_file(self.bundle.file(TOKENIZER))
-
-
-def _check_list(sources: object) -> None:
-    if isinstance(sources, str):
-        raise ConfigError("generate takes a list of sources, found one text: pass [text]")
-    if not isinstance(sources, Iterable):
-        raise ConfigError(f"generate takes a list of sources, found {sources!r}")
-
-
-def _check_call(options: object, truncate: object, batch_tokens: object = 1, progress: object = None) -> None:
-    """Raise, with every reason, unless the arguments are what their names say."""
-    reasons = []
-    if not isinstance(options, DecodeOptions | None):
-        reasons.append(f"options must be DecodeOptions, found {options!r}")
-    if not isinstance(truncate, bool):
-        reasons.append(f"truncate must be True or False, found {truncate!r}")
-    if isinstance(batch_tokens, bool) or not isinstance(batch_tokens, int) or batch_tokens < 1:
-        reasons.append(f"batch_tokens must be a whole number from 1 up, found {batch_tokens!r}")
-    if progress is not None and not callable(progress):
-        reasons.append(f"progress must be a function of a number, found {progress!r}")
-    if reasons:
-        raise ConfigError(in_one_line("call refused", reasons))
-
-
-def _check_streamed(options: DecodeOptions) -> None:
-    wrong = [
-        f"{name} = {value}"
-        for name, value in {
-            "num_beams": options.num_beams,
-            "num_return_sequences": options.num_return_sequences,
-        }.items()
-        if value > 1
-    ]
-    if wrong:
-        raise ConfigError(
-            f"stream refused: it needs num_beams = 1 and num_return_sequences = 1, found {', '.join(wrong)}; beams "
-            "change earlier tokens: use generate for them, or pass num_beams=1 (--beams 1)"
-        )
 
 
 def _tokenizer_of(bundle: Bundle) -> Tokenizer | None:

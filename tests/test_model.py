@@ -283,3 +283,55 @@ def test_sources_may_come_from_a_generator_and_are_checked_all_the_same() -> Non
     assert model.generate((row for row in [[5], [6]]), SHORT) == model.generate([[5], [6]], SHORT)  # type: ignore[arg-type]
     with pytest.raises(SpecMismatch, match="source 1: ids must lie in 0…63, found 64"):
         model.generate((row for row in [[5], [64]]), SHORT)  # type: ignore[arg-type]
+
+
+def test_every_source_has_a_prefix_of_its_own_in_batches_of_any_size(text_bundle: Bundle) -> None:
+    sources = drawn_sources(8)
+    draw = np.random.default_rng(7)
+    prefixes = [draw.integers(3, 64, draw.integers(6)).tolist() for _ in sources]
+    with fatdeploy.load(text_bundle.path, threads=1, spinning=False) as model:
+        alone = [
+            model.generate([source], replace(SHORT, prefix=prefix))[0]
+            for source, prefix in zip(sources, prefixes, strict=True)
+        ]
+        assert model.generate(sources, SHORT, prefixes=prefixes) == alone
+        assert model.generate(sources, SHORT, prefixes=prefixes, batch_tokens=120) == alone
+        texts = [words(prefix) for prefix in prefixes]
+        assert model.generate(sources, SHORT, prefixes=texts) == alone
+        read = [model.read(source, prefix=text) for source, text in zip(sources, texts, strict=True)]
+        assert model.generate(read, SHORT) == alone
+        *_, last = model.stream(read[3], SHORT)
+        assert last.hypothesis == alone[3]
+    assert all(result.text.startswith(text) for result, text in zip(alone, texts, strict=True))
+
+
+def test_a_stop_text_does_not_end_the_prefix_that_contains_it(text_bundle: Bundle) -> None:
+    with fatdeploy.load(text_bundle.path, threads=1, spinning=False) as model:
+        [plain] = model.generate([[9, 30, 12]], SHORT)
+        stop = f" w{plain.tokens[2]}"
+        stopped, other = model.generate([[9, 30, 12]] * 2, replace(SHORT, stop=[stop]), prefixes=["", "w4" + stop])
+    assert (stopped.finish, stopped.text) == ("stop", plain.text.partition(stop)[0])
+    assert other.text.startswith("w4" + stop)
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "reason"),
+    [
+        (["w5"], "prefixes refused: expected one per source, 2 in all, found 1"),
+        ("w5", "prefixes refused: expected a list with one prefix per source, found 'w5'"),
+        ([None, [64]], "prefixes refused: source 1: prefix must be ids in 0…63, found 64"),
+    ],
+)
+def test_prefixes_that_do_not_fit_the_sources_are_refused(
+    text_bundle: Bundle, prefixes: list[str] | str, reason: str
+) -> None:
+    with fatdeploy.load(text_bundle.path, threads=1) as model, pytest.raises(ConfigError, match=reason):
+        model.generate([[5], [6]], SHORT, prefixes=prefixes)
+
+
+def test_a_text_as_prefix_of_a_source_needs_a_tokenizer_and_ids_those_of_the_model() -> None:
+    with fatdeploy.load(bundle_of(TINY).path, threads=1) as model:
+        with pytest.raises(ConfigError, match=r"has no tokenizer.json: pass token ids, not text"):
+            model.generate([[5]], SHORT, prefixes=["w5"])
+        with pytest.raises(SpecMismatch, match=r"^prefix must be ids in 0…63, found 64$"):
+            model.read([5], prefix=[64])

@@ -84,7 +84,7 @@ def measured_options(bundle: Bundle, *, target: int, beams: int, plain: bool) ->
     does the same work, and nothing ends it early.
     """
     defaults = DecodeOptions() if plain else default_options(bundle)
-    unmeasured = {name: PLAIN[name] for name in UNMEASURED if name in PLAIN}
+    unmeasured = {name: PLAIN[name] for name in UNMEASURED}
     return changed_options(defaults, {**unmeasured, "max_new_tokens": target, "num_beams": beams})
 
 

@@ -21,7 +21,8 @@ from fatdeploy.runtimes.commands.engine_options import (
 )
 from fatdeploy.runtimes.commands.progress import progress_bar
 from fatdeploy.runtimes.commands.run_output import Output
-from fatdeploy.runtimes.text.token_ids import PlainSource, ids_from_text
+from fatdeploy.runtimes.text.lines import Line, line_from_json
+from fatdeploy.runtimes.text.token_ids import ids_from_text
 
 if TYPE_CHECKING:
     # Not at run time: a command's help must not need numpy.
@@ -43,12 +44,19 @@ Examples:
   fatdeploy run my-model --sample --temperature 0.8 --top-p 0.9 --seed 7 "a text"
   fatdeploy run my-model --stream --stop "." "a text"
   fatdeploy run my-model --json < texts.txt > results.jsonl
+  fatdeploy run my-model --json-lines --json < sources.jsonl > results.jsonl
   fatdeploy run my-model --ids --max-new-tokens 12 "17 42 9" "7 8"
 """
 )
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("texts", nargs=-1, metavar="[TEXT]...")
 @click.option("--ids", "as_ids", is_flag=True, help="Read each source as token ids separated by blanks.")
+@click.option(
+    "--json-lines",
+    is_flag=True,
+    help='Read each line of standard input as {"source": ..., "prefix": ...}: texts, or lists of token ids. '
+    "A line without a prefix gets that of --prefix.",
+)
 @truncate_option
 @click.option(
     "--batch-size", default=64, show_default=True, type=click.IntRange(1), help="Number of sources to read at a time."
@@ -68,6 +76,7 @@ def run(
     bundle: Path,
     texts: tuple[str, ...],
     as_ids: bool,
+    json_lines: bool,
     truncate: bool,
     batch_size: int,
     batch_tokens: int,
@@ -89,6 +98,8 @@ def run(
 
     if stream and (scores or alignments) and not as_json:
         raise click.UsageError("--stream writes targets alone: add --json to combine it with --scores or --alignments")
+    if json_lines and texts:
+        raise click.UsageError("--json-lines reads standard input: leave out the texts, or the option")
     engine = popped_engine_arguments(arguments)
     begin, changes = popped_changes(arguments, as_ids=as_ids)
     changes |= {"scores": True} if scores else {}
@@ -97,10 +108,10 @@ def run(
             raise ConfigError(f"{bundle} has no alignments: export it again with --attention LAYER")
         options = model.options_with(begin, **changes)
         output = Output(as_json, options.num_return_sequences > 1, scores, alignments)
-        sources = checked(model, read_sources(texts, as_ids), truncate)
+        sources = checked(model, read_lines(texts, as_ids=as_ids, json_lines=json_lines), truncate)
         if stream:
             finishes = Counter(
-                output.write_stream(source, model.stream(readable, begin, **changes)) for source, readable in sources
+                output.write_stream(line, model.stream(readable, begin, **changes)) for line, readable in sources
             )
         else:
             # Lines typed by hand are answered one by one.
@@ -118,24 +129,27 @@ def run(
 
 
 def write_batches(
-    source_batches: "Iterable[list[tuple[PlainSource, ReadSource]]]",
+    source_batches: "Iterable[list[tuple[Line, ReadSource]]]",
     generate: "Callable[[list[ReadSource]], list[Hypothesis]]",
     output: Output,
 ) -> "Iterator[Finish]":
     """Write the results of each batch as soon as they are ready; yield how each target finished."""
     numbers = count()
     for batch in source_batches:
-        for (source, _), result in zip(batch, generate([readable for _, readable in batch]), strict=True):
-            click.echo("\n".join(output.lines(next(numbers), source, result)))
+        for (line, _), result in zip(batch, generate([readable for _, readable in batch]), strict=True):
+            click.echo("\n".join(output.lines(next(numbers), line, result)))
             yield from (hypothesis.finish for hypothesis in (result, *result.alternatives))
 
 
-def read_sources(texts: tuple[str, ...], as_ids: bool) -> Iterator[tuple[str, PlainSource]]:
+def read_lines(texts: tuple[str, ...], *, as_ids: bool, json_lines: bool = False) -> Iterator[tuple[str, Line]]:
     """Yield the place and the content of each source."""
     empty = True
     for place, text in numbered_texts(texts) if texts else numbered_lines(sys.stdin.buffer):
         empty = False
-        yield place, ids_from_text(place, text) if as_ids else text
+        if json_lines:
+            yield place, line_from_json(place, text, as_ids=as_ids)
+        else:
+            yield place, Line(ids_from_text(place, text) if as_ids else text)
     if empty:
         raise ConfigError("no source given: pass texts, or one per line on standard input")
 
@@ -154,16 +168,14 @@ def numbered_lines(stream: Iterable[bytes]) -> Iterator[tuple[str, str]]:
             raise ConfigError(f"line {number}: expected UTF-8, found byte {line[error.start]:#04x}") from error
 
 
-def checked(
-    model: "Model", sources: Iterable[tuple[str, PlainSource]], truncate: bool
-) -> "Iterator[tuple[PlainSource, ReadSource]]":
-    """Yield each source and what the model reads; an error names the place of the first that it cannot read."""
-    for place, source in sources:
+def checked(model: "Model", lines: Iterable[tuple[str, Line]], truncate: bool) -> "Iterator[tuple[Line, ReadSource]]":
+    """Yield each line and what the model reads; an error names the place of the first that it cannot read."""
+    for place, line in lines:
         try:
-            readable = model.read(source, truncate=truncate)
+            readable = model.read(line.source, truncate=truncate, prefix=line.prefix)
         except SpecMismatch as error:
             raise ConfigError(f"{place}: {error}") from error
-        yield source, readable
+        yield line, readable
 
 
 def batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:

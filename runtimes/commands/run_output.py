@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fatdeploy.errors import ConfigError
-from fatdeploy.runtimes.text.token_ids import PlainSource
+from fatdeploy.runtimes.text.lines import Line
 
 if TYPE_CHECKING:
     # Not at run time: a command's help must not need numpy.
@@ -29,10 +29,10 @@ class Output:
     scores: bool = False
     alignments: bool = False
 
-    def lines(self, number: int, source: PlainSource, result: "Hypothesis") -> Iterator[str]:
+    def lines(self, number: int, line: Line, result: "Hypothesis") -> Iterator[str]:
         """Yield the lines of a source's results; ``number`` counts sources from 0."""
         if self.as_json:
-            yield json.dumps({"source": source, **self.values(result, with_alternatives=True)}, ensure_ascii=False)
+            yield json.dumps({**line.values(), **self.values(result, with_alternatives=True)}, ensure_ascii=False)
             return
         for hypothesis in (result, *result.alternatives):
             yield "\t".join(self._columns(number, hypothesis))
@@ -49,7 +49,7 @@ class Output:
             values["alternatives"] = [self.values(hypothesis) for hypothesis in result.alternatives]
         return values
 
-    def write_stream(self, source: PlainSource, stream: "Stream") -> "Finish":
+    def write_stream(self, line: Line, stream: "Stream") -> "Finish":
         """Write a target while it is decoded; return how it finished."""
         finish: Finish = "cancelled"
         any_written = False
@@ -57,7 +57,7 @@ class Output:
             if event.hypothesis is not None:
                 finish = event.hypothesis.finish
             if self.as_json:
-                click.echo(json.dumps({"source": source, **self.event_values(event)}, ensure_ascii=False))
+                click.echo(json.dumps({**line.values(), **self.event_values(event)}, ensure_ascii=False))
                 continue
             piece = " ".join(map(str, event.tokens)) if event.text is None else event.text.translate(IN_ONE_LINE)
             between = " " if event.text is None and piece and any_written else ""

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 
 from fatdeploy.runtimes.closing import ClosedOnExit
-from fatdeploy.runtimes.decoding.beam_search import BeamSearch
+from fatdeploy.runtimes.decoding.beams.beam_search import BeamSearch
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis, hypothesis_from_raw
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.decoding.parallel_search import ParallelSearch
 from fatdeploy.runtimes.decoding.processors.chain import processors_of
+from fatdeploy.runtimes.decoding.prompts import PrefixIds, prompts_of
 from fatdeploy.runtimes.decoding.row_search import RowSearch
 from fatdeploy.runtimes.decoding.scoring import Scorer
 from fatdeploy.runtimes.decoding.search import Search, Task
@@ -22,16 +23,21 @@ from fatdeploy.spec import Tokens
 
 
 def decode(
-    engine: Engine[State], sources: Sequence[SourceIds], options: DecodeOptions | None = None
+    engine: Engine[State],
+    sources: Sequence[SourceIds],
+    options: DecodeOptions | None = None,
+    *,
+    prefixes: Sequence[PrefixIds | None] | None = None,
 ) -> list[Hypothesis]:
     """Return the best target of each source; a result does not depend on what else is in the batch."""
-    with Decoding(engine, sources, options or DecodeOptions()) as decoding:
+    with Decoding(engine, sources, options or DecodeOptions(), prefixes=prefixes) as decoding:
         return decoding.run()
 
 
 class Decoding(ClosedOnExit):
     """One batch being decoded, step by step; closing it returns the state to the engine at once.
 
+    ``prefixes`` are the sources' own: ids in the order of generation, or None for the prefix of the options.
     ``deadline`` is a time of the monotonic clock; the default follows from ``timeout_s``. ``text_of`` turns tokens into
     text, which stop sequences that are text need.
     """
@@ -42,17 +48,21 @@ class Decoding(ClosedOnExit):
         sources: Sequence[SourceIds] | CheckedSources,
         options: DecodeOptions,
         *,
+        prefixes: Sequence[PrefixIds | None] | None = None,
         deadline: float | None = None,
         text_of: TextOf | None = None,
     ) -> None:
-        limit = options.limit(engine.spec)
+        n_sources = len(sources.rows if isinstance(sources, CheckedSources) else sources)
+        prompts = prompts_of(options, engine.spec, prefixes, n_sources)
         checked = checked_sources(sources, engine.spec)
         self._engine, self._options = engine, options
-        self._task = Task(options, engine.spec, checked.rows, limit, Stops(options, text_of))
+        stops = Stops(options, text_of, [prompt.prefix for prompt in prompts])
+        self._task = Task(options, engine.spec, checked.rows, prompts, stops)
         self._deadline = deadline
         if deadline is None and options.timeout_s is not None:
             self._deadline = monotonic() + options.timeout_s
-        positions = len(options.prefix_ids) + limit
+        # The last token of a target is never read.
+        positions = max(prompt.end for prompt in prompts) - 1
         source, mask = padded(checked, engine.spec)
         self._state = engine.encode(source, mask, Capacity(options.rows_per_source(engine.spec), positions))
         self._owns_state = True
@@ -84,12 +94,14 @@ class Decoding(ClosedOnExit):
 
     def tokens_so_far(self, source: int = 0) -> tuple[int, ...]:
         """Return a source's tokens so far in the order of generation, including the prefix."""
-        return (*self._options.prefix_ids, *self._search.tokens_so_far(source))
+        return (*self._task.prompts[source].prefix, *self._search.tokens_so_far(source))
 
     def results(self) -> list[Hypothesis]:
         """Return the result of each source; unfinished ones are cancelled."""
-        prefix, spec = self._options.prefix_ids, self._engine.spec
-        return [hypothesis_from_raw(targets, prefix, spec) for targets in self._search.results()]
+        return [
+            hypothesis_from_raw(targets, prompt.prefix, self._engine.spec)
+            for targets, prompt in zip(self._search.results(), self._task.prompts, strict=True)
+        ]
 
     def close(self) -> None:
         """Return the state to the engine."""

@@ -9,21 +9,33 @@ if TYPE_CHECKING:
     from fatdeploy.runtimes.decoding.options import DecodeOptions
     from fatdeploy.spec import ModelSpec
 
-# The options that a parallel model understands.
-PARALLEL = ("max_new_tokens", "length_candidates", "timeout_s", "scores")
+# The options that a parallel model understands; its reason against a prefix is that of ``wrong_prefix``.
+PARALLEL = ("max_new_tokens", "length_candidates", "timeout_s", "scores", "prefix")
 
 
-def wrong_for_model(options: "DecodeOptions", spec: "ModelSpec", room: int) -> list[str]:
-    """Return all reasons why a model with room for so many new tokens cannot decode like this."""
-    reasons = [*_wrong_ids(options, spec), *_wrong_lengths(options, spec, room), *_wrong_choice(options, spec)]
+def wrong_for_model(options: "DecodeOptions", spec: "ModelSpec") -> list[str]:
+    """Return all reasons why a model cannot decode like this."""
+    reasons = [
+        *wrong_prefix(options.prefix_ids, options, spec),
+        *_wrong_ids(options, spec),
+        *_wrong_choice(options, spec),
+    ]
     reasons += _wrong_for_source(options) if spec.n_source_ids != spec.vocab_size else []
     return reasons + (_wrong_in_parallel(options) if spec.decoding == "parallel" else [])
 
 
-def _wrong_lengths(options: "DecodeOptions", spec: "ModelSpec", room: int) -> list[str]:
+def wrong_prefix(prefix: Sequence[int], options: "DecodeOptions", spec: "ModelSpec") -> list[str]:
+    """Return why no target of a model can begin with a prefix under the options; empty if it can."""
+    if prefix and spec.decoding == "parallel":
+        return [_without_meaning("prefix")]
+    return [*_wrong_tokens("prefix", prefix, spec), *_wrong_lengths(prefix, options, spec)]
+
+
+def _wrong_lengths(prefix: Sequence[int], options: "DecodeOptions", spec: "ModelSpec") -> list[str]:
+    room = spec.max_target - len(prefix)
     if room < 1:
-        return [f"prefix must have 0…{spec.max_target - 1} tokens (below max_target), found {len(options.prefix_ids)}"]
-    what = "the model's max_target" + (" without the prefix" if options.prefix else "")
+        return [f"prefix must have 0…{spec.max_target - 1} tokens (below max_target), found {len(prefix)}"]
+    what = "the model's max_target" + (" without the prefix" if prefix else "")
     return [
         f"{name} must lie in {low}…{room} ({what}), found {value}"
         for name, low, value in (
@@ -59,7 +71,7 @@ def _wrong_for_source(options: "DecodeOptions") -> list[str]:
 
 def _wrong_ids(options: "DecodeOptions", spec: "ModelSpec") -> list[str]:
     ids_of_options: dict[str, Sequence[int]] = {
-        "prefix": options.prefix_ids,
+        "start_id": () if options.start_id is None else (options.start_id,),
         "suppress_tokens": options.suppress_tokens,
         "begin_suppress_tokens": options.begin_suppress_tokens,
         "forced_bos_id": () if options.forced_bos_id is None else (options.forced_bos_id,),
@@ -71,20 +83,25 @@ def _wrong_ids(options: "DecodeOptions", spec: "ModelSpec") -> list[str]:
         "stop": [token for stop in options.stop if not isinstance(stop, str) for token in stop],
         "shortlist": () if options.shortlist is None else options.shortlist,
     }
-    return [
-        f"{name} must be ids in 0…{spec.vocab_size - 1}, found {wrong[0]}"
-        for name, ids in ids_of_options.items()
-        if (wrong := [token for token in ids if not 0 <= token < spec.vocab_size])
-    ]
+    return [reason for name, ids in ids_of_options.items() for reason in _wrong_tokens(name, ids, spec)]
+
+
+def _wrong_tokens(name: str, ids: Sequence[int], spec: "ModelSpec") -> list[str]:
+    wrong = [token for token in ids if not 0 <= token < spec.vocab_size]
+    return [f"{name} must be ids in 0…{spec.vocab_size - 1}, found {wrong[0]}"] if wrong else []
 
 
 def _wrong_in_parallel(options: "DecodeOptions") -> list[str]:
     values = {field.name: (getattr(options, field.name), field.default) for field in fields(options)}
     return [
-        f"{name} has no meaning for a parallel model, which chooses all tokens at once"
+        _without_meaning(name)
         for name, (value, default) in values.items()
         if name not in PARALLEL and value != default and not _is_empty(value)
     ]
+
+
+def _without_meaning(name: str) -> str:
+    return f"{name} has no meaning for a parallel model, which chooses all tokens at once"
 
 
 def _is_empty(value: object) -> bool:

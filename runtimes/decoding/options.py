@@ -69,6 +69,12 @@ class DecodeOptions:
         ),
         "Stop when as many targets as beams are complete; 'never': only when none can improve.",
     ] = False
+    num_beam_groups: Annotated[int, Whole(1), "Groups of beams, each of which avoids the tokens of the others."] = 1
+    diversity_penalty: Annotated[
+        float,
+        Number(low=0, expected="a number from 0 up"),
+        "Subtract this from a token's score for each beam of an earlier group that chooses it at the same step.",
+    ] = 0.0
     num_return_sequences: Annotated[int, Whole(1), "Targets per source: the best beams, or this number of samples."] = 1
     sample: Annotated[bool, Flag(), "Draw tokens at random instead of taking the best."] = False
     temperature: Annotated[float, POSITIVE, "Below 1, samples are more likely ones."] = 1.0
@@ -90,6 +96,7 @@ class DecodeOptions:
         Rule("token ids or text", lambda value: isinstance(value, str) or are_ids(value)),
         "Beginning of every target; token ids with --ids.",
     ] = ()
+    start_id: Annotated[int | None, Whole(0), "First token that a target reads (default: the model's start)."] = None
     repetition_penalty: Annotated[float, POSITIVE, "Above 1, earlier tokens become less likely."] = 1.0
     encoder_repetition_penalty: Annotated[float, POSITIVE, "Above 1, tokens of the source become more likely."] = 1.0
     no_repeat_ngram_size: Annotated[int, Whole(0), "Never repeat a sequence of N tokens."] = 0
@@ -183,19 +190,22 @@ class DecodeOptions:
 
     def limit(self, spec: "ModelSpec") -> int:
         """Return the limit of new tokens for a model; one ConfigError lists everything that it cannot do."""
-        room = spec.max_target - len(self.prefix_ids)
-        if reasons := wrong_for_model(self, spec, room):
+        if reasons := wrong_for_model(self, spec):
             raise ConfigError(in_one_line("decode options refused", reasons))
-        return room if self.max_new_tokens is None else self.max_new_tokens
+        return self.limit_after(self.prefix_ids, spec)
+
+    def limit_after(self, prefix: Ids, spec: "ModelSpec") -> int:
+        """Return the limit of new tokens after a prefix, at most what the model has room for."""
+        room = spec.max_target - len(prefix)
+        return room if self.max_new_tokens is None else min(self.max_new_tokens, room)
 
     def _wrong_together(self) -> list[str]:
         reasons = []
-        if self.num_return_sequences > self.num_beams and not self.sample:
+        if self.num_return_sequences > self.num_beams and (self.num_beams > 1 or not self.sample):
             reasons.append(
                 f"num_return_sequences must lie in 1…{self.num_beams} (num_beams), found {self.num_return_sequences}"
             )
-        if self.sample and self.num_beams > 1:
-            reasons.append(f"num_beams must be 1 with sample, found {self.num_beams}")
+        reasons += self._wrong_groups()
         if not self.sample:
             reasons += [
                 f"{name} must be {default} without sample (--sample), found {value}"
@@ -206,6 +216,18 @@ class DecodeOptions:
             reasons.append(
                 f"min_new_tokens must lie in 0…{self.max_new_tokens} (max_new_tokens), found {self.min_new_tokens}"
             )
+        return reasons
+
+    def _wrong_groups(self) -> list[str]:
+        groups, penalty = self.num_beam_groups, self.diversity_penalty
+        reasons = []
+        if self.num_beams % groups:
+            reasons.append(f"num_beam_groups must divide num_beams = {self.num_beams}, found {groups}")
+        if groups > 1 and self.sample:
+            reasons.append(f"num_beam_groups must be 1 with sample, found {groups}")
+        if (groups > 1) != (penalty > 0):
+            expected = "above 0 with several num_beam_groups" if groups > 1 else "0 without num_beam_groups"
+            reasons.append(f"diversity_penalty must be {expected}, found {penalty}")
         return reasons
 
 

@@ -16,10 +16,12 @@ class ParallelSearch:
     def __init__(self, task: Task, length_log_probs: Floats | None) -> None:
         self.task = task
         self.batch = len(task.sources)
-        self.lengths = np.full((self.batch, 1), task.limit)
+        # No prefix, so every source has the same limit.
+        limit = task.prompts[0].limit
+        self.lengths = np.full((self.batch, 1), limit)
         if length_log_probs is not None:
             # A cut length must not appear twice among the candidates.
-            ranked = np.argsort(-length_log_probs[:, : task.limit], axis=-1, kind="stable")
+            ranked = np.argsort(-length_log_probs[:, :limit], axis=-1, kind="stable")
             self.lengths = ranked[:, : task.options.length_candidates] + 1
         self._results: list[list[RawTarget]] = [[RawTarget((), "cancelled")] for _ in task.sources]
 

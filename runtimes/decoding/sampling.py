@@ -7,21 +7,27 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.decoding.options import SAMPLING, DecodeOptions
 from fatdeploy.runtimes.engines.protocol import Floats
 
 Weights = NDArray[np.float64]
 
 
 class Sampler:
-    """Draws from scores after temperature, top-k, top-p, min-p and the cut-offs, in Hugging Face's order."""
+    """Draws from scores after temperature, top-k, top-p, min-p and the cut-offs, in Hugging Face's order.
 
-    def __init__(self, options: DecodeOptions, sources: Sequence[NDArray[np.generic]]) -> None:
-        self.options = options
+    At least ``fewest`` tokens of a row can always be drawn.
+    """
+
+    def __init__(self, options: DecodeOptions, sources: Sequence[NDArray[np.generic]], fewest: int = 1) -> None:
+        self.options, self.fewest = options, fewest
+        names = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+        self._narrows = any(getattr(options, name) != SAMPLING[name] for name in names)
         self.generators = [
             np.random.default_rng([options.seed, index, *_digest(source)])
             for source in sources
-            for index in range(options.num_return_sequences)
+            # The beams of a source are drawn together.
+            for index in range(options.num_return_sequences if options.num_beams == 1 else 1)
         ]
         # Reused at every step: a step allocates nothing that grows with the vocabulary.
         self._shifted = np.empty(0, np.float32)
@@ -35,6 +41,17 @@ class Sampler:
         # Below the whole sum, so that the result is always a column with a weight.
         drawn = min(self.generators[row].random() * sums[-1], np.nextafter(sums[-1], 0))
         return int(np.searchsorted(sums, drawn, side="right"))
+
+    def narrowed(self, scores: Floats) -> Floats:
+        """Return scores [n] over the temperature, -inf where the options exclude them."""
+        result: Floats = (scores / self.options.temperature).astype(np.float32, copy=False)
+        if self._narrows and np.isfinite(scores.max()):
+            excluded = self.weights(scores) == 0
+            if np.count_nonzero(~excluded) < self.fewest:
+                # At a low temperature even the weights of the best may be zero.
+                excluded[np.argpartition(scores, -self.fewest)[-self.fewest :]] = False
+            result[excluded] = -np.inf
+        return result
 
     def weights(self, scores: Floats) -> Weights:
         """Return a weight for each of scores [n], zero where the options exclude it; valid until the next call."""
@@ -55,7 +72,7 @@ class Sampler:
         options = self.options
         self._leave_out(weights, max(self._least_of_best(weights), options.min_p))
         if options.typical_p < 1:
-            keep_typical(weights, options.typical_p)
+            keep_typical(weights, options.typical_p, self.fewest)
         # At least the heaviest weight stays.
         if options.epsilon_cutoff > 0:
             self._leave_out(weights, min(options.epsilon_cutoff * float(weights.sum()), float(weights.max())))
@@ -65,6 +82,8 @@ class Sampler:
 
     def _leave_out(self, weights: Weights, least: float) -> None:
         """Set the weights below the least one to zero."""
+        if least > 0 and self.fewest > 1:
+            least = min(least, self._kth(weights, self.fewest))
         if least > 0:
             np.less(weights, least, out=self._left_out)
             np.copyto(weights, 0, where=self._left_out)
@@ -72,9 +91,10 @@ class Sampler:
     def _least_of_best(self, weights: Weights) -> float:
         """Return the least weight that top-k and top-p keep."""
         top_p, most = self.options.top_p, len(weights)
-        if 0 < self.options.top_k < most:
+        top_k = self.options.top_k and max(self.options.top_k, self.fewest)
+        if 0 < top_k < most:
             # Weights that are equal to the last one stay as well.
-            best = self._heaviest(weights, self._kth(weights))
+            best = self._heaviest(weights, self._kth(weights, top_k))
             return float(best[0]) if top_p == 1 else self._least_of_nucleus(best, 0.0)
         if top_p == 1:
             return 0.0
@@ -92,8 +112,9 @@ class Sampler:
         n_excluded = np.searchsorted(sums, excluded, side="right")
         return float(best[min(n_excluded, len(best) - 1)])
 
-    def _kth(self, weights: Weights) -> float:
-        place = len(weights) - self.options.top_k
+    def _kth(self, weights: Weights, count: int) -> float:
+        """Return the least of the ``count`` heaviest weights."""
+        place = max(0, len(weights) - count)
         np.copyto(self._sorted, weights)
         self._sorted.partition(place)
         return float(self._sorted[place])
@@ -109,14 +130,14 @@ class Sampler:
         return best
 
 
-def keep_typical(weights: Weights, mass: float) -> None:
+def keep_typical(weights: Weights, mass: float, fewest: int = 1) -> None:
     """Set all weights to zero but those whose surprise is nearest to the mean and that reach a probability together."""
     kept = np.flatnonzero(weights)
     surprises, mean = _surprises(weights[kept])
     distances = np.abs(surprises - mean)
     order = np.argsort(distances, kind="stable")
     sums = np.cumsum(weights[kept[order]])
-    last = min(int(np.searchsorted(sums, mass * sums[-1])), len(order) - 1)
+    last = min(max(int(np.searchsorted(sums, mass * sums[-1])), fewest - 1), len(order) - 1)
     weights[kept[distances > distances[order[last]]]] = 0
 
 

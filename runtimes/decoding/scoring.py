@@ -128,9 +128,12 @@ def check_numbers(scores: Floats) -> None:
         raise SpecMismatch("the engine's scores are not numbers: fatdeploy verify finds where that begins")
 
 
-def check_something_is_left(best: Floats, length: int) -> None:
-    """Raise if the processors forbid every token, or the best score is NaN."""
-    if np.isfinite(best).all():
+def check_something_is_left(best: Floats, lengths: NDArray[np.int64]) -> None:
+    """Raise if the processors forbid every token of a row, or its best score [R] is NaN."""
+    left = np.isfinite(best)
+    if left.all():
         return
     check_numbers(best)
-    raise ConfigError(f"the options (bad_words, shortlist, processors …) forbid every token after {length} new ones")
+    raise ConfigError(
+        f"the options (bad_words, shortlist, processors …) forbid every token after {lengths[~left][0]} new ones"
+    )

@@ -10,9 +10,14 @@ from numpy.typing import NDArray
 
 from fatdeploy.runtimes.decoding.hypothesis import RawTarget
 from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.decoding.prompts import Prompt
 from fatdeploy.runtimes.decoding.stops import Stops
 from fatdeploy.runtimes.engines.protocol import Rows, StepOut, Want
 from fatdeploy.spec import ModelSpec, Tokens
+
+# Rows of the engine: all of them, or their indices.
+ALL = slice(None)
+Selection = slice | NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -50,18 +55,28 @@ class Search(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """The input of a search: options, sources, and the limit of new tokens."""
+    """The input of a search: options, and the sources with their prompts."""
 
     options: DecodeOptions
     spec: ModelSpec
     sources: Sequence[NDArray[np.generic]]
-    limit: int
+    prompts: Sequence[Prompt]
     stops: Stops
 
     @cached_property
-    def prompt(self) -> tuple[int, ...]:
-        """The tokens that every target reads first."""
-        return (self.spec.bos_id, *self.options.prefix_ids)
+    def begins(self) -> NDArray[np.int64]:
+        """The number of tokens in each source's prompt: where its own choices begin."""
+        return np.array([len(prompt.tokens) for prompt in self.prompts])
+
+    @cached_property
+    def ends(self) -> NDArray[np.int64]:
+        """The number of tokens, including the prompt, at which each source's targets are cut."""
+        return np.array([prompt.end for prompt in self.prompts])
+
+    def first_tokens(self) -> Tokens:
+        """Return the first tokens to read [B, t]: as many as the shortest prompt has, one row per source."""
+        length = int(self.begins.min())
+        return np.array([prompt.tokens[:length] for prompt in self.prompts], np.int64)
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:

@@ -77,25 +77,26 @@ def padded(sources: Sequence[SourceIds] | CheckedSources, spec: ModelSpec) -> tu
 def batches_of(
     lengths: Sequence[int],
     rows_per_source: int,
-    target_positions: int,
+    target_positions: Sequence[int],
     budget: int,
     most_sources: MostSources | None = None,
 ) -> list[list[int]]:
     """Return the indices of the sources, longest source first, cut into batches.
 
-    A batch has at most ``budget`` positions (rows times the longest source plus the target) and at most
+    A batch has at most ``budget`` positions (rows times the longest source plus the longest target) and at most
     ``most_sources`` sources, but always one.
     """
-    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-    batches = []
-    start = 0
-    while start < len(order):
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], -target_positions[index]))
+    batches: list[list[int]] = []
+    most = positions = 0
+    for index in order:
+        positions = max(positions, target_positions[index])
         # The first source of a batch is its longest.
-        longest = lengths[order[start]]
-        size = budget // (rows_per_source * (longest + target_positions))
-        if most_sources is not None:
-            size = min(size, most_sources(longest, rows_per_source))
-        end = start + max(1, size)
-        batches.append(order[start:end])
-        start = end
+        longest = lengths[batches[-1][0]] if batches else 0
+        if batches and len(batches[-1]) < min(most, budget // (rows_per_source * (longest + positions))):
+            batches[-1].append(index)
+            continue
+        batches.append([index])
+        positions = target_positions[index]
+        most = budget if most_sources is None else most_sources(lengths[index], rows_per_source)
     return batches

@@ -9,15 +9,20 @@ TextOf = Callable[[Sequence[int]], str]
 
 
 class Stops:
-    """Finds the end of a target that contains a stop sequence."""
+    """Finds the end of a target that contains a stop sequence; ``prefixes`` are the sources' own."""
 
-    def __init__(self, options: DecodeOptions, text_of: TextOf | None) -> None:
+    def __init__(
+        self, options: DecodeOptions, text_of: TextOf | None, prefixes: Sequence[tuple[int, ...]] = ((),)
+    ) -> None:
         self.ids = [list(stop) for stop in options.stop if not isinstance(stop, str)]
         self.texts = [stop for stop in options.stop if isinstance(stop, str)]
         self._text_of = text_of
         if self.texts and text_of is None:
             raise ConfigError("stop refused: text needs a tokenizer and there is none; pass token ids")
-        self._prefix_length = len(text_of(options.prefix_ids)) if self.texts and text_of and options.prefix else 0
+        self._prefix_lengths = [0] * len(prefixes)  # in characters, per source
+        if self.texts and text_of is not None:
+            lengths = {prefix: len(text_of(prefix)) if prefix else 0 for prefix in set(prefixes)}
+            self._prefix_lengths = [lengths[prefix] for prefix in prefixes]
 
     def __bool__(self) -> bool:
         return bool(self.ids or self.texts)
@@ -27,8 +32,8 @@ class Stops:
         """How many of the last tokens, including the prefix, ``cut`` needs; None if all of them."""
         return None if self.texts else max(map(len, self.ids), default=0)
 
-    def cut(self, tokens: list[int]) -> int | None:
-        """Return how many of its last tokens a target loses if its newest token ends it; None if it goes on.
+    def cut(self, tokens: list[int], source: int) -> int | None:
+        """Return how many of its last tokens a source's target loses if its newest ends it; None if it goes on.
 
         The tokens of stop ids are dropped. A stop text may end inside a token, so all tokens stay and the text is cut.
         """
@@ -37,7 +42,7 @@ class Stops:
                 return len(stop)
         if self.texts and self._text_of is not None:
             text = self._text_of(tokens)
-            return None if text_end(text, self.texts, self._prefix_length) is None else 0
+            return None if text_end(text, self.texts, self._prefix_lengths[source]) is None else 0
         return None
 
 

@@ -104,6 +104,59 @@ def test_text_for_a_bundle_without_a_tokenizer_asks_for_ids() -> None:
     assert result.stderr.endswith("has no tokenizer.json: pass token ids, not text (fatdeploy run --ids)\n")
 
 
+def test_json_lines_have_a_prefix_of_their_own_and_results_repeat_them() -> None:
+    prefixes: list[list[int] | None] = [[5, 6, 7], None, [], [8], [9, 10]]
+    objects = [
+        {"source": source} if prefix is None else {"source": source, "prefix": prefix}
+        for source, prefix in zip(SOURCES, prefixes, strict=True)
+    ]
+    stdin = "\n".join(map(json.dumps, objects))
+    result = run(bundle_of(TINY), "--json-lines", "--json", "--ids", "--prefix", "11", stdin=stdin)
+    options = DecodeOptions(max_new_tokens=12, prefix=[11])
+    expected = decode(EagerEngine(model_of(TINY)), SOURCES, options, prefixes=prefixes)
+    values = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [value["tokens"] for value in values] == [list(one.tokens) for one in expected]
+    assert [{key: value[key] for key in ("source", "prefix") if key in value} for value in values] == objects
+    assert [value["tokens"][:1] for value in values[:2]] == [[5], [11]]
+    streamed = run(bundle_of(TINY), "--json-lines", "--ids", "--prefix", "11", "--stream", stdin=stdin)
+    assert streamed.stdout.splitlines() == lines([list(one.tokens) for one in expected])
+
+
+def test_json_lines_of_text_are_read_as_text_and_with_ids_as_ids(text_bundle: Bundle) -> None:
+    as_text = run(text_bundle, "--json-lines", stdin='{"source": "w9 w30 w12", "prefix": "w5 w6"}')
+    as_ids = run(text_bundle, "--json-lines", "--ids", stdin='{"source": "9 30 12 2", "prefix": "5 6"}')
+    as_lists = run(text_bundle, "--json-lines", stdin='{"source": [9, 30, 12, 2], "prefix": [5, 6]}')
+    assert as_text.stdout == as_ids.stdout == as_lists.stdout
+    assert as_text.stdout.startswith("w5 w6 ")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("9 30", "expected a JSON object, found '9 30'"),
+        ("[9, 30]", "expected a JSON object with source and prefix, found [9, 30]"),
+        ('{"prefix": [5]}', "source is missing"),
+        (
+            '{"source": [9], "prefx": [5], "prefix": 5}',
+            "unknown key 'prefx', expected source and prefix; prefix must be a text or a list of token ids, found 5",
+        ),
+        ('{"source": [9, true]}', "source must be a text or a list of token ids, found [9, True]"),
+        ('{"source": null}', "source must be a text or a list of token ids, found None"),
+        ('{"source": [9], "prefix": [64]}', "prefix must be ids in 0…63, found 64"),
+        ('{"source": []}', "is empty"),
+    ],
+)
+def test_a_json_line_that_cannot_be_read_is_named_by_its_number(line: str, reason: str) -> None:
+    result = run(bundle_of(TINY), "--json-lines", stdin='{"source": [9]}\n' + line)
+    assert (result.exit_code, result.stderr) == (1, f"Error: line 2: {reason}\n")
+
+
+def test_json_lines_and_texts_exclude_each_other() -> None:
+    result = run(bundle_of(TINY), "--json-lines", "--ids", "9 30")
+    assert result.exit_code == 2
+    assert "--json-lines reads standard input: leave out the texts, or the option" in result.stderr
+
+
 def test_no_source_at_all_is_an_error() -> None:
     result = run(bundle_of(TINY), "--ids", stdin="")
     assert result.stderr == "Error: no source given: pass texts, or one per line on standard input\n"

@@ -83,7 +83,6 @@ def test_all_wrong_values_are_reported_at_once() -> None:
     [
         ({"num_return_sequences": 2}, r"num_return_sequences must lie in 1…1 \(num_beams\), found 2"),
         ({"num_beams": 3, "num_return_sequences": 4}, r"num_return_sequences must lie in 1…3 \(num_beams\), found 4"),
-        ({"sample": True, "num_beams": 2}, "num_beams must be 1 with sample, found 2"),
         ({"temperature": 0.5}, r"temperature must be 1.0 without sample \(--sample\), found 0.5"),
         ({"top_k": 4, "min_p": 0.1}, "top_k must be 0 without sample.*; min_p must be 0.0 without sample.* found 0.1"),
         ({"top_p": 0.9, "num_beams": 2}, "top_p must be 1.0 without sample"),
@@ -124,6 +123,7 @@ def test_values_that_do_not_go_together_are_refused(values: dict, reason: str) -
             ({name: value}, f"{name} must be ids in 0…23, found 24")
             for name, value in {
                 "prefix": [24],
+                "start_id": 24,
                 "suppress_tokens": [3, 24],
                 "begin_suppress_tokens": [24],
                 "forced_bos_id": 24,

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fatdeploy.errors import ConfigError, SpecMismatch
-from fatdeploy.runtimes.decoding.beam_search import Chooser, placed
+from fatdeploy.runtimes.decoding.beams.beam import placed
+from fatdeploy.runtimes.decoding.beams.chooser import Chooser
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.loop import Decoding, decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
@@ -413,6 +414,7 @@ def test_a_processor_that_returns_something_else_is_refused() -> None:
 
 
 WAYS = [{}, {"num_beams": 2}, {"sample": True}, {"sample": True, "top_k": 3, "num_return_sequences": 2}]
+WAYS += [{"sample": True, "num_beams": 2}, {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0}]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

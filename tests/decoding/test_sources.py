@@ -58,31 +58,40 @@ def assert_same(results: Sequence[Hypothesis], expected: Sequence[Hypothesis]) -
 
 
 @given(
-    st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 5), st.integers(1, 40), st.integers(1, 900)
+    st.lists(st.tuples(st.integers(1, 50), st.integers(1, 40)), min_size=1, max_size=30),
+    st.integers(1, 5),
+    st.integers(1, 900),
 )
 def test_every_source_is_in_one_batch_that_fits_the_budget(
-    lengths: list[int], rows: int, target: int, budget: int
+    sizes: list[tuple[int, int]], rows: int, budget: int
 ) -> None:
-    batches = batches_of(lengths, rows, target, budget)
+    lengths, targets = [length for length, _ in sizes], [target for _, target in sizes]
+    batches = batches_of(lengths, rows, targets, budget)
     order = [index for batch in batches for index in batch]
     assert sorted(order) == list(range(len(lengths)))
-    # The longest first; equally long ones in their original order.
-    assert order == sorted(order, key=lambda index: (-lengths[index], index))
+    # The longest first, then those with the longest targets; equally long ones in their original order.
+    assert order == sorted(order, key=lambda index: (-lengths[index], -targets[index], index))
+
+    def positions_of(batch: list[int]) -> int:
+        longest = max(lengths[index] for index in batch) + max(targets[index] for index in batch)
+        return rows * len(batch) * longest
+
     for batch, following in zip(batches, [*batches[1:], []], strict=True):
-        positions = rows * (max(lengths[index] for index in batch) + target)
-        assert len(batch) == 1 or len(batch) * positions <= budget
+        assert len(batch) == 1 or positions_of(batch) <= budget
         # No batch is smaller than necessary.
-        assert not following or (len(batch) + 1) * positions > budget
+        assert not following or positions_of([*batch, following[0]]) > budget
 
 
 def test_batches_by_example() -> None:
-    assert batches_of([3, 9, 4, 9, 1], rows_per_source=2, target_positions=1, budget=40) == [[1, 3], [2, 0, 4]]
-    assert batches_of([3, 900, 4], rows_per_source=1, target_positions=10, budget=1) == [[1], [2], [0]]
-    assert batches_of([], rows_per_source=1, target_positions=10, budget=1) == []
+    assert batches_of([3, 9, 4, 9, 1], rows_per_source=2, target_positions=[1] * 5, budget=40) == [[1, 3], [2, 0, 4]]
+    assert batches_of([3, 900, 4], rows_per_source=1, target_positions=[10] * 3, budget=1) == [[1], [2], [0]]
+    assert batches_of([], rows_per_source=1, target_positions=[], budget=1) == []
+    # Three sources with a short target would fit, but the third has a long one.
+    assert batches_of([5, 5, 4], rows_per_source=1, target_positions=[1, 1, 9], budget=20) == [[0, 1], [2]]
     # An engine that takes two sources, and one of more than 5 tokens; 0 is an error that the engine reports.
     most = {9: 1, 4: 2, 3: 2, 1: 0}
     lengths, budget = [3, 9, 4, 1, 1], 1000
-    results = batches_of(lengths, 1, 10, budget, lambda longest, rows: most[longest] // rows)
+    results = batches_of(lengths, 1, [10] * 5, budget, lambda longest, rows: most[longest] // rows)
     assert results == [[1], [2, 0], [3], [4]]
 
 

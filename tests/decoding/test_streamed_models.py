@@ -229,6 +229,14 @@ def test_a_model_that_writes_from_right_to_left_takes_no_text_to_begin_or_stop_w
         text_model.generate(["w9"], options)
 
 
+def test_a_model_that_writes_from_right_to_left_takes_no_text_as_a_sources_prefix(text_model: Model) -> None:
+    with (
+        spec_of(text_model, target_order="right_to_left"),
+        pytest.raises(ConfigError, match=r"^prefix refused: this model writes from right to left.*pass token ids"),
+    ):
+        text_model.generate([[5, 6]], prefixes=["w5"])
+
+
 def test_a_prefix_that_is_not_valid_unicode_is_refused(text_model: Model) -> None:
     with pytest.raises(SpecMismatch, match=r"a text must be valid Unicode, found 'w5 \\udc80'"):
         text_model.stream("w5", DecodeOptions(prefix="w5 \udc80"))

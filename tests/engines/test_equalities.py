@@ -1,12 +1,17 @@
 """Equalities of every engine: beams, samples, prefixes and shortlists give the same tokens on reference and graphs."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
+from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from tests.support.engines.equalities import BEAMS, SAMPLES, assert_alike, sources_of, tokens_of
 from tests.support.engines.kinds import Kind, engine_of
+from tests.support.quantized import quantized_of
 
 PRESETS = ["transformer-tiny", "fast-tiny", "at-tiny", "fat-tiny"]
 # Graphs on onnxruntime, and plans on the test device.
@@ -81,3 +86,44 @@ def test_controls_change_graphs_and_reference_alike(kind: Kind) -> None:
     for hypothesis in expected:
         windows = np.lib.stride_tricks.sliding_window_view(np.array(hypothesis.tokens), 3).tolist()
         assert len(windows) == len({tuple(window) for window in windows})
+
+
+MIXED = {
+    "greedy": DecodeOptions(max_new_tokens=14, scores=True),
+    "beams": DecodeOptions(num_beams=3, num_return_sequences=2, max_new_tokens=14),
+    "controlled beams": DecodeOptions(num_beams=2, max_new_tokens=14, min_new_tokens=3, repetition_penalty=1.2),
+    "samples": DecodeOptions(sample=True, num_return_sequences=2, max_new_tokens=14, top_k=4, scores=True),
+}
+
+
+def drawn_prefixes(count: int, seed: int) -> list[list[int]]:
+    random = np.random.default_rng(seed)
+    return [random.integers(3, 60, random.integers(7)).tolist() for _ in range(count)]
+
+
+@pytest.mark.parametrize("options", MIXED.values(), ids=MIXED)
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_rows_with_prefixes_of_different_lengths_are_what_they_are_alone(
+    preset: str, kind: Kind, options: DecodeOptions
+) -> None:
+    engine, sources = engine_of(preset, kind), sources_of(preset)[:6]
+    prefixes = drawn_prefixes(len(sources), 3)
+    assert len({len(prefix) for prefix in prefixes}) > 3
+    alone = [
+        decode(engine, [source], replace(options, prefix=prefix))[0]
+        for source, prefix in zip(sources, prefixes, strict=True)
+    ]
+    assert_alike(decode(engine, sources, options, prefixes=prefixes), alone)
+
+
+@pytest.mark.parametrize("options", MIXED.values(), ids=MIXED)
+def test_rows_of_int8_with_prefixes_of_different_lengths_are_what_they_are_alone_bit_for_bit(
+    options: DecodeOptions,
+) -> None:
+    engine = OrtEngine(quantized_of("fat-tiny", "int8"), OrtOptions(threads=1))
+    sources = sources_of("fat-tiny")[:6]
+    prefixes = drawn_prefixes(len(sources), 3)
+    together = decode(engine, sources, options, prefixes=prefixes)
+    for result, source, prefix in zip(together, sources, prefixes, strict=True):
+        assert result == decode(engine, [source], replace(options, prefix=prefix))[0]

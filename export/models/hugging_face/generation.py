@@ -18,7 +18,7 @@ from fatdeploy.export.models.hugging_face.generation_keys import (
     converted_setting,
 )
 from fatdeploy.manifest import GenerationRecord
-from fatdeploy.runtimes.decoding.options import OPTIONS, DecodeOptions
+from fatdeploy.runtimes.decoding.options import DecodeOptions
 
 log = logging.getLogger("fatdeploy")
 
@@ -71,7 +71,7 @@ def _source(config: Settings, generation: Settings | None) -> Settings:
 def _wrong_options(options: Options, model: SpokenModel) -> list[str]:
     """Return why a model cannot decode with options."""
     try:
-        DecodeOptions(**{name: value for name, value in options.items() if name in OPTIONS})
+        DecodeOptions(**options)
     except ConfigError as error:
         return [str(error)]
     wrong = {

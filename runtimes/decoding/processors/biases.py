@@ -1,5 +1,6 @@
 """Processors that favour, forbid or force tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,50 +31,67 @@ class BiasedSequences:
 
 
 @dataclass(frozen=True)
-class AtLeast:
-    """Forbids the ends until a row has ``length`` tokens, including the prompt."""
+class Diverse:
+    """Makes tokens less likely that earlier groups of a source's beams have chosen at this step."""
 
-    length: int
+    penalty: float
+
+    def __call__(self, history: History, scores: Floats) -> Floats:
+        if history.chosen is not None:
+            for chosen, row in zip(history.chosen, scores, strict=True):
+                tokens, counts = np.unique(chosen, return_counts=True)
+                row[tokens] -= np.float32(self.penalty) * counts.astype(np.float32)
+        return scores
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """Forbids the ends until a row has as many tokens as ``lengths`` says for its source, including the prompt."""
+
+    lengths: NDArray[np.int64]
     eos_ids: NDArray[np.int64]
 
     def __call__(self, history: History, scores: Floats) -> Floats:
-        if history.tokens.shape[1] < self.length:
-            scores[:, self.eos_ids] = NEG_INF
+        short = np.flatnonzero(history.tokens.shape[1] < self.lengths[history.sources])
+        scores[short[:, None], self.eos_ids] = NEG_INF
         return scores
 
 
 @dataclass(frozen=True)
 class Forced:
-    """Allows only one token at some lengths: ``tokens`` maps the length of a row to its next token."""
+    """Allows only one token at some lengths: per source, ``tokens`` maps the length of a row to its next token."""
 
-    tokens: dict[int, int]
+    tokens: Sequence[dict[int, int]]
 
     def __call__(self, history: History, scores: Floats) -> Floats:
-        token = self.tokens.get(history.tokens.shape[1])
-        if token is not None:
-            scores[...] = NEG_INF
-            scores[:, token] = 0
+        length = history.tokens.shape[1]
+        for source, row in zip(history.sources.tolist(), scores, strict=True):
+            token = self.tokens[source].get(length)
+            if token is not None:
+                row[...] = NEG_INF
+                row[token] = 0
         return scores
 
 
 @dataclass(frozen=True)
 class GrowingEnd:
-    """Raises the scores of the ends by a factor per token, once a row has more than ``length`` tokens."""
+    """Raises the scores of the ends by a factor per token, once a row has more tokens than ``lengths`` says."""
 
-    length: int
+    lengths: NDArray[np.int64]
     factor: float
     eos_ids: NDArray[np.int64]
 
     def __call__(self, history: History, scores: Floats) -> Floats:
-        excess = history.tokens.shape[1] - self.length
-        if excess > 0:
+        excess = history.tokens.shape[1] - self.lengths[history.sources]
+        rows = np.flatnonzero(excess > 0)[:, None]
+        if rows.size:
             with np.errstate(over="ignore"):
-                growth = min(np.float64(self.factor) ** excess, LARGEST)
-            ends = scores[:, self.eos_ids].astype(np.float64)
+                growth = np.minimum(np.float64(self.factor) ** excess[rows], LARGEST)
+            ends = scores[rows, self.eos_ids].astype(np.float64)
             forbidden = np.isneginf(ends)
             ends[forbidden] = 0
             raised = np.minimum(ends + np.abs(ends) * (growth - 1), LARGEST)
-            scores[:, self.eos_ids] = np.where(forbidden, NEG_INF, raised)
+            scores[rows, self.eos_ids] = np.where(forbidden, NEG_INF, raised)
         return scores
 
 
@@ -90,12 +108,12 @@ class Suppressed:
 
 @dataclass(frozen=True)
 class SuppressedAt:
-    """Forbids tokens in rows that have ``length`` tokens."""
+    """Forbids tokens in rows that have as many tokens as ``lengths`` says for their source."""
 
-    length: int
+    lengths: NDArray[np.int64]
     ids: NDArray[np.int64]
 
     def __call__(self, history: History, scores: Floats) -> Floats:
-        if history.tokens.shape[1] == self.length:
-            scores[:, self.ids] = NEG_INF
+        there = np.flatnonzero(history.tokens.shape[1] == self.lengths[history.sources])
+        scores[there[:, None], self.ids] = NEG_INF
         return scores

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from fatdeploy.errors import ConfigError
-from fatdeploy.runtimes.decoding.options import LogitsProcessor
+from fatdeploy.runtimes.decoding.options import DecodeOptions, LogitsProcessor
 from fatdeploy.runtimes.decoding.processors.biases import (
     AtLeast,
     BiasedSequences,
+    Diverse,
     Forced,
     GrowingEnd,
     Suppressed,
@@ -21,6 +22,7 @@ from fatdeploy.runtimes.decoding.processors.repetition import (
     RepetitionPenalty,
     SourcePenalty,
 )
+from fatdeploy.runtimes.decoding.prompts import Prompt
 from fatdeploy.runtimes.decoding.search import Task
 from fatdeploy.runtimes.engines.protocol import Floats
 
@@ -35,6 +37,8 @@ def _of_sequences(task: Task) -> Iterator[Processor]:
     options = task.options
     if options.sequence_bias:
         yield BiasedSequences({tuple(sequence): bias for sequence, bias in options.sequence_bias})
+    if options.diversity_penalty:
+        yield Diverse(options.diversity_penalty)
     if options.encoder_repetition_penalty != 1.0:
         yield SourcePenalty(options.encoder_repetition_penalty, task.sources)
     if options.repetition_penalty != 1.0:
@@ -49,32 +53,33 @@ def _of_sequences(task: Task) -> Iterator[Processor]:
 
 def _of_places(task: Task) -> Iterator[Processor]:
     """Return the processors that look at the number of tokens so far."""
-    options, prompt = task.options, len(task.prompt)
+    options, begins = task.options, task.begins
     if options.min_new_tokens:
-        yield AtLeast(prompt + options.min_new_tokens, np.array(task.eos_ids))
-    if forced := _forced_tokens(task):
+        yield AtLeast(begins + options.min_new_tokens, np.array(task.eos_ids))
+    forced = [_forced_tokens(options, prompt) for prompt in task.prompts]
+    if any(forced):
         yield Forced(forced)
     if options.exponential_decay_length_penalty is not None:
         start, factor = options.exponential_decay_length_penalty
-        yield GrowingEnd(prompt + start, factor, np.array(task.eos_ids))
+        yield GrowingEnd(begins + start, factor, np.array(task.eos_ids))
     if options.suppress_tokens:
         yield Suppressed(np.array(options.suppress_tokens))
     if options.begin_suppress_tokens:
         # As in transformers: what is forced first does not count as the beginning.
-        begin = prompt + (prompt == 1 and options.forced_bos_id is not None)
-        yield SuppressedAt(begin, np.array(options.begin_suppress_tokens))
+        places = begins + ((begins == 1) & (options.forced_bos_id is not None))
+        yield SuppressedAt(places, np.array(options.begin_suppress_tokens))
 
 
-def _forced_tokens(task: Task) -> dict[int, int]:
+def _forced_tokens(options: DecodeOptions, prompt: Prompt) -> dict[int, int]:
     """Return the only token that may follow, per number of tokens so far; ``forced_tokens`` win."""
-    options, prompt = task.options, len(task.prompt)
+    begin = len(prompt.tokens)
     forced = {}
-    if options.forced_bos_id is not None and prompt == 1:
+    if options.forced_bos_id is not None and not prompt.prefix:
         # As in transformers: a prefix takes the place of the forced first token.
-        forced[prompt] = options.forced_bos_id
+        forced[begin] = options.forced_bos_id
     if options.forced_eos_id is not None:
-        forced[prompt + task.limit - 1] = options.forced_eos_id
-    return forced | {prompt + place: token for place, token in options.forced_tokens}
+        forced[prompt.end - 1] = options.forced_eos_id
+    return forced | {begin + place: token for place, token in options.forced_tokens}
 
 
 class Custom:

@@ -16,6 +16,7 @@ class History(NamedTuple):
 
     tokens: Tokens  # [R, n], including BOS
     sources: NDArray[np.int64]  # [R], indices
+    chosen: Tokens | None = None  # [R, m], what earlier groups of the source's beams have chosen at this step
 
 
 class Processor(Protocol):

@@ -1,0 +1,1 @@
+"""Beam search: the beams of one source, plain, drawn or diverse, and those of a batch."""
