@@ -32,6 +32,7 @@ BEAMS = {
     "suppress_tokens": [2, 31],
     "length_penalty": 0.6,
 }
+GROUPS = {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}
 SAMPLES = {"sample": True, "temperature": 0.7, "top_k": 9, "num_return_sequences": 3, "max_new_tokens": 12}
 
 
@@ -213,6 +214,12 @@ def test_no_sampling_drops_what_only_sampling_needs(sampler: Model) -> None:
         ({"max_new_tokens": 40}, {"max_new_tokens": None}, {}),
         ({"suppress_tokens": [4]}, {"suppress_tokens": ()}, {}),
         ({"early_stopping": True, "num_beams": 4}, {"num_beams": 1}, {"early_stopping": True}),
+        (GROUPS, {"num_beams": 3}, {"num_beams": 3}),
+        (GROUPS, {"num_beams": 6}, {**GROUPS, "num_beams": 6}),
+        (GROUPS, {"sample": True}, {"num_beams": 4, "sample": True}),
+        (GROUPS, {"num_beam_groups": 1}, {"num_beams": 4}),
+        (GROUPS, {"diversity_penalty": 0.0}, {"num_beams": 4}),
+        ({"sample": True, "top_k": 5, "num_beams": 4}, {"sample": False}, {"num_beams": 4}),
         ({"suppress_tokens": [4]}, {"suppress_tokens": np.array([5, 6])}, {"suppress_tokens": [5, 6]}),
     ],
     ids=str,
@@ -220,6 +227,13 @@ def test_no_sampling_drops_what_only_sampling_needs(sampler: Model) -> None:
 def test_what_the_caller_says_wins(defaults: dict, changes: dict, options: dict) -> None:
     result = changed_options(DecodeOptions(**defaults), changes)
     assert stated_options(result) == options
+
+
+def test_changes_that_contradict_a_default_are_refused_if_they_need_another_change() -> None:
+    with pytest.raises(ConfigError, match="diversity_penalty must be above 0 with several num_beam_groups, found 0"):
+        changed_options(DecodeOptions(num_beams=4), {"num_beam_groups": 2})
+    with pytest.raises(ConfigError, match="num_beam_groups must divide num_beams = 4, found 3"):
+        changed_options(DecodeOptions(**GROUPS), {"num_beam_groups": 3})
 
 
 def test_wrong_changes_are_refused_with_every_reason(model: Model) -> None:
@@ -249,6 +263,21 @@ def test_a_prefix_takes_its_room_from_the_default_length_and_not_from_the_caller
         assert (result.tokens[:2], len(result.tokens), result.finish) == ((7, 8), 256, "length")
         with pytest.raises(ConfigError, match=r"max_new_tokens must lie in 1…254 \(the model's max_target without"):
             model.generate([[9, 30, 12]], prefix=[7, 8], max_new_tokens=255)
+
+
+def test_a_prefix_per_source_takes_its_room_and_no_other_sources(tmp_path: Path) -> None:
+    bundle = bundle_with_defaults(tmp_path / "bundle", {"max_new_tokens": 255, "suppress_tokens": [2]})
+    prefixes = [None, [7], [7, 8, 9]]
+    with fatdeploy.load(bundle.path, threads=1, spinning=False) as model:
+        together = model.generate(SOURCES, prefixes=prefixes)
+        assert [len(result.tokens) for result in together] == [255, 256, 256]
+        alone = [
+            model.generate([source], prefixes=[prefix])[0] for source, prefix in zip(SOURCES, prefixes, strict=True)
+        ]
+        assert together == alone
+        # The same for a limit that the caller states.
+        stated = model.generate(SOURCES, prefixes=prefixes, max_new_tokens=254)
+        assert [len(result.tokens) for result in stated] == [254, 255, 256]
 
 
 def test_a_stream_needs_one_beam_and_says_how_to_ask_for_it(model: Model, sampler: Model) -> None:

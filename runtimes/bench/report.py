@@ -131,9 +131,11 @@ def _bundle(plan: BenchPlan, turns: Sequence[TurnResult]) -> dict[str, Any]:
 
 
 def _options(plan: BenchPlan) -> dict[str, Any]:
-    """Return the options that every decode of a bundle had, besides its length and its beams."""
-    options = measured_options(plan.bundle, target=plan.request.target, beams=1, plain=plan.request.no_defaults)
-    return {name: value for name, value in stated_options(options).items() if name != "max_new_tokens"}
+    """Return the options of the decodes with the most beams, besides the length and the beams themselves."""
+    beams, plain = max(plan.request.beams), plan.request.no_defaults
+    options = measured_options(plan.bundle, target=plan.request.target, beams=beams, plain=plain)
+    shared = ("max_new_tokens", "num_beams")
+    return {name: value for name, value in stated_options(options).items() if name not in shared}
 
 
 def _lowest_fidelity(turns: Sequence[TurnResult]) -> dict[str, Any]:

@@ -23,6 +23,12 @@ DEFAULTS: dict[str, Any] = {
     "timeout_s": 1e-9,
     "suppress_tokens": [7],
     "no_repeat_ngram_size": 2,
+    "num_beam_groups": 2,
+    "diversity_penalty": 0.5,
+    "eos_ids": [2, 5],
+    "forced_eos_id": 2,
+    "exponential_decay_length_penalty": [2, 1.5],
+    "prefix": [3, 4],
 }
 REQUEST = BenchRequest(
     batch=(1,), source=5, target=4, beams=(1, 4), threads=(1,), repetitions=1, defaults=frozenset({"beams"})
@@ -76,7 +82,8 @@ def test_the_report_names_the_options_that_were_measured(tmp_path: Path) -> None
     sizes = ["--source", "5", "--target", "4", "--batch", "2"]
     arguments = [str(bundle.path), *sizes, "--threads", "1", "--repetitions", "1", "--json", "-"]
     report = json.loads(CliRunner().invoke(main, ["bench", *arguments]).stdout)
-    assert [entry["options"] for entry in report["bundles"]] == [{"suppress_tokens": [7], "no_repeat_ngram_size": 2}]
+    measured = ("suppress_tokens", "no_repeat_ngram_size", "num_beam_groups", "diversity_penalty")
+    assert [entry["options"] for entry in report["bundles"]] == [{name: DEFAULTS[name] for name in measured}]
     # All tokens were decoded: neither the stop nor the deadline of the bundle ended a target.
     assert [(row["beams"], row["tokens"]) for row in report["rows"]] == [(1, 8), (6, 8)]
     plain = json.loads(CliRunner().invoke(main, ["bench", *arguments, "--no-defaults", "--beams", "1"]).stdout)

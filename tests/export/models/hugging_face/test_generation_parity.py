@@ -39,6 +39,7 @@ def drawn_settings(random: np.random.Generator, start: int) -> dict[str, Any]:
         "renormalize_logits": True,
         "eos_token_id": [EOS, *tokens(2)],
         "sequence_bias": [[tokens(1), 2.5], [tokens(2), -3.0]],
+        "decoder_start_token_id": tokens(1)[0],
         "exponential_decay_length_penalty": [int(random.integers(1, 6)), 1.2],
     }
     settings = {name: value for name, value in choices.items() if random.random() < 1 / 3}
