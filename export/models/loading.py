@@ -1,4 +1,4 @@
-"""What can be exported: the bundled model, a preset, a checkpoint folder, or your own model."""
+"""What can be exported: the bundled model, a preset, a folder of ours or of Hugging Face, or your own model."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ from torch import nn
 
 from fatdeploy.errors import ConfigError
 from fatdeploy.export import g2p
+from fatdeploy.export.models.hugging_face.folder import is_hugging_face_folder, model_from_folder
 from fatdeploy.export.models.user_models import is_factory, model_from_factory
 from fatdeploy.export.pipeline import Origin
 from fatdeploy.export.reference.checkpoint import CONFIG, TOKENIZER, load_checkpoint
@@ -24,7 +25,8 @@ def model_from_source(source: str, *, licence: str | None = None) -> tuple[nn.Mo
     if folder.is_dir():
         tokenizer = folder / TOKENIZER
         origin = Origin(name=folder.name, licence=licence, tokenizer=tokenizer if tokenizer.is_file() else None)
-        return load_checkpoint(folder), origin
+        model = model_from_folder(folder)[0] if is_hugging_face_folder(folder) else load_checkpoint(folder)
+        return model, origin
     if is_factory(source):
         return model_from_factory(source), Origin(name=source, licence=licence)
     raise ConfigError(

@@ -5,7 +5,7 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ MOST_IN_DOUBLE = 200_000_000
 # How far logits may be apart, relative to the largest.
 LOGIT_BOUNDS = {"float64": 1e-6, "float32": NOISE}
 SCORE_BOUND = 1e-4
-NEW_TOKENS = 48
+# What ``generate`` is asked: it takes as long for a step as the bundle for twenty.
+NEW_TOKENS, LONGEST, MOST_PROBES = 32, 64, 2
 # Numbers of one comparison of logits: 64 MB in float64.
 MOST_LOGITS = 2**23
 
@@ -56,19 +57,18 @@ class Original:
         return logits
 
     @torch.inference_mode()
-    def generated(self, sources: Sequence[Sequence[int]], **options: Any) -> Iterator[tuple[list[int], float | None]]:
-        """Yield each source's best target without its start token, and its score if beams give it one."""
-        for source in sources:
-            ids = torch.tensor([list(source)])
-            results = self.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                return_dict_in_generate=True,
-                output_scores=True,
-                **options,
-            )
-            scores = getattr(results, "sequences_scores", None)
-            yield results.sequences[0, 1:].tolist(), None if scores is None else float(scores[0])
+    def generated(self, probe: Probe, limit: int) -> list[tuple[list[int], float | None]]:
+        """Return each source's best target without its start token, and its score if beams give it one."""
+        results = self.model.generate(
+            torch.from_numpy(probe.source),
+            attention_mask=torch.from_numpy(probe.mask).long(),
+            return_dict_in_generate=True,
+            output_scores=True,
+            max_new_tokens=limit,
+        )
+        targets = results.sequences[:, 1:].tolist()
+        scores = getattr(results, "sequences_scores", None)
+        return list(zip(targets, [None] * len(targets) if scores is None else scores.tolist(), strict=True))
 
 
 def opened_original(folder: Path) -> Original:
@@ -89,9 +89,13 @@ def compared_with_original(
     """
     with _quiet():
         original = opened_original(folder)
-        generated = [_same_targets(original, engine, probes, "greedy", _greedy(engine.spec))]
+        generated = []
         if not options.sample:
             generated.append(_same_targets(original, engine, probes, "the folder's settings", options))
+        # Replaced, not passed: ``generate`` fills what a passed one leaves open with the model's own.
+        original.model.generation_config = _plain_settings(original.model, engine.spec)
+        greedy = DecodeOptions(suppress_tokens=engine.spec.silent_ids)
+        generated.append(_same_targets(original, engine, probes, "greedy search", greedy))
         double = sum(parameter.numel() for parameter in model.parameters()) <= MOST_IN_DOUBLE
         difference, positions = _logit_difference(original, model, probes, double=double)
     return OriginalAgreement(
@@ -128,36 +132,23 @@ def _logit_difference(
     return largest, positions
 
 
-def _greedy(spec: ModelSpec) -> DecodeOptions:
-    return DecodeOptions(suppress_tokens=spec.silent_ids)
-
-
 def _same_targets(
     original: Original, engine: Engine[Any], probes: Sequence[Probe], name: str, options: DecodeOptions
 ) -> GenerateAgreement:
     """Compare an engine's targets with those of ``generate``; another target with another score is ParityFailed."""
-    sources = [ids[real].tolist() for probe in probes for ids, real in zip(probe.source, probe.mask, strict=True)]
+    short = [probe for probe in probes if probe.source.shape[1] <= LONGEST][:MOST_PROBES]
+    sources = [ids[real].tolist() for probe in short for ids, real in zip(probe.source, probe.mask, strict=True)]
     limit = min(max(NEW_TOKENS, options.min_new_tokens + 8), engine.spec.max_target - 1)
-    ours = decode(engine, sources, _with_limit(options, limit))
-    settings: dict[str, Any] = {"max_new_tokens": limit}
-    if name == "greedy":
-        settings |= {"generation_config": _plain_settings(original.model, engine.spec)}
+    ours = decode(engine, sources, replace(options, max_new_tokens=limit))
     ties = 0
-    for index, (hypothesis, (target, score)) in enumerate(
-        zip(ours, original.generated(sources, **settings), strict=True)
-    ):
+    theirs = [result for probe in short for result in original.generated(probe, limit)]
+    for index, (hypothesis, (target, score)) in enumerate(zip(ours, theirs, strict=True)):
         if list(hypothesis.tokens) == _cut(target, engine.spec, options):
             continue
         if score is None or hypothesis.score is None or abs(hypothesis.score - score) > SCORE_BOUND:
             raise ParityFailed(_miss(index, name, hypothesis, target, score, original.version))
         ties += 1
     return GenerateAgreement(settings=name, targets=len(sources), ties=ties, num_beams=options.num_beams)
-
-
-def _with_limit(options: DecodeOptions, limit: int) -> DecodeOptions:
-    import dataclasses
-
-    return dataclasses.replace(options, max_new_tokens=limit)
 
 
 def _plain_settings(model: Any, spec: ModelSpec) -> Any:

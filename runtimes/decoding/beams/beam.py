@@ -96,12 +96,13 @@ class Beam:
         return (complete + running)[: self.width]
 
     def _candidates(self, log_probs: Floats, ids: Tokens) -> Candidates:
-        places = np.array(self.places)
-        totals = (log_probs[places] + self.scores[:, None]).ravel()
+        k = log_probs.shape[1]
+        log_probs, ids = log_probs[self.places], ids[self.places]
+        totals = (log_probs + self.scores[:, None]).ravel()
         order = self._order(totals)
-        ranks, columns = np.divmod(order, log_probs.shape[1])
-        rows = places[ranks]
-        return Candidates(ranks.tolist(), ids[rows, columns].tolist(), log_probs[rows, columns].tolist(), totals[order])
+        return Candidates(
+            (order // k).tolist(), ids.ravel()[order].tolist(), log_probs.ravel()[order].tolist(), totals[order]
+        )
 
     def _order(self, totals: Floats) -> NDArray[np.int64]:
         """Return the continuations that compete, in their order."""

@@ -121,18 +121,19 @@ class BeamSearch:
     ) -> tuple[list[list[int]], list[list[int]]]:
         width = self.width // self.n_groups
         n_rows, begin = (1, 0) if self.rows == 1 else (width, group * width)
+        # Rows that do not choose stay in place.
+        staying = [min(row, n_rows - 1) for row in range(width)]
         origins, tokens, end = [], [], 0
         for index, beams in enumerate(self.running):
-            beam, first = beams.groups[group], index * self.rows + begin
-            # Rows that stay in place: they read on in their prompt, or padding.
-            parents = [min(row, n_rows - 1) for row in range(width)]
+            parents, part, first = staying, slice(end, end + n_rows), index * self.rows + begin
             if self.place < len(beams.prompt.tokens):
                 chosen = [beams.prompt.tokens[self.place]] * width
             else:
-                part = slice(end, end + n_rows)
                 end += n_rows
-                chosen = [self.task.spec.pad_id] * width
-                if not beam.over:
+                beam = beams.groups[group]
+                if beam.over:
+                    chosen = [self.task.spec.pad_id] * width
+                else:
                     weights = None if attention is None else attention[part]
                     parents, chosen = beam.advance(best[0][part], best[1][part], weights)
             origins.append([first + parent for parent in parents])
