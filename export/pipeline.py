@@ -40,8 +40,9 @@ from fatdeploy.export.tracing.scaled_queries import scaled_queries
 from fatdeploy.export.tracing.simplify import simplified
 from fatdeploy.export.tracing.trace import traced_decoder, traced_encoder
 from fatdeploy.folders import replaced_folder
-from fatdeploy.manifest import DECODER, ENCODER, GATE, PROBES, TOKENIZER, Manifest, Provenance
+from fatdeploy.manifest import DECODER, ENCODER, GATE, PROBES, TOKENIZER, GenerationRecord, Manifest, Provenance
 from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.defaults import options_from_record
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
@@ -67,7 +68,8 @@ class Origin:
     """Where a model comes from, as the manifest says it; ``random`` weights have nothing to lose by a quantization.
 
     ``calibration`` and ``probes`` are the files that a quantization reads. ``tokenizer`` is a tokenizer.json that needs
-    no further words; ``text`` is any other tokenizer. ``original`` is the folder that the model was imported from.
+    no further words; ``text`` is any other tokenizer. ``generation`` is how the model decodes by default, ``original``
+    the folder that it was imported from.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Origin:
     random: bool = False
     calibration: Path | None = None
     probes: Path | None = None
+    generation: GenerationRecord | None = None
     original: Path | None = None
 
 
@@ -98,6 +101,8 @@ def write_bundle(
     """
     exportable = exportable_model(model)
     tokenizer = fitting_tokenizer(origin.tokenizer, origin.text, exportable.spec)
+    if origin.generation is not None:
+        options_from_record(origin.generation, exportable.spec)  # raises before anything is traced
     # TensorRT engines are built from standard graphs, and their bundle takes its target once they are there.
     record = TARGETS[TARGETS[target].graph_target]
     if finish is None and record.name != target:
@@ -184,7 +189,8 @@ class Plain:
 
     def _original_record(self, folder: Path, bundle: Bundle, probes: list[Probe]) -> OriginalRecord:
         """Compare with the original; graphs in half precision choose other tokens, so the reference stands for them."""
-        options, model = DecodeOptions(), self.exportable
+        model, generation = self.exportable, self.origin.generation
+        options = DecodeOptions() if generation is None else options_from_record(generation, model.spec)
         if bundle.manifest.precision != "fp32":
             return original_record(folder, model, EagerEngine(model), probes, options)
         with closing(OrtEngine(bundle, OrtOptions(spinning=False))) as engine:
@@ -317,6 +323,7 @@ def _manifest(model: Exportable, origin: Origin, target: TargetRecord) -> Manife
         onnxruntime=(versions["onnxruntime"], versions["onnxruntime"]),
         text=None if origin.text is None else origin.text.record,
         settings={"top_k": model.spec.top_k, "threads": "as many as there are cores"},
+        generation=origin.generation,
     )
 
 

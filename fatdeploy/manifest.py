@@ -101,6 +101,17 @@ class Quantization:
         return WEIGHTS_ALONE in kinds and kinds <= {WEIGHTS_ALONE, "fp32"}
 
 
+@dataclass(frozen=True)
+class GenerationRecord:
+    """How the model's authors decode: fields of ``DecodeOptions`` with JSON values, which are a bundle's defaults.
+
+    ``ignored`` are settings of the original that have no counterpart here, with their values.
+    """
+
+    options: dict[str, object] = field(default_factory=dict)
+    ignored: dict[str, object] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a bundle is, who made it and how; ``write_manifest`` fills in ``files``.
@@ -109,6 +120,7 @@ class Manifest:
     ``histograms`` count operators by graph, stage of the export and name. ``output_matrix`` is None if logits are not a
     hidden state times a matrix, ``quantization`` is None for fp32, fp16 and bf16, ``plans`` are the TensorRT engines
     among the files. ``text`` says how text becomes tokens; without it, a tokenizer.json among the files does.
+    ``generation`` is None if the model came without settings for decoding.
     """
 
     spec: ModelSpec
@@ -126,6 +138,7 @@ class Manifest:
     quantization: Quantization | None = None
     plans: tuple[PlanRecord, ...] = ()
     text: TextRecord | None = None
+    generation: GenerationRecord | None = None
     files: dict[str, FileRecord] = field(default_factory=dict)
     format: tuple[int, int] = FORMAT
 

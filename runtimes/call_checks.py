@@ -34,7 +34,7 @@ def check_call(
 
 
 def check_streamed(options: DecodeOptions) -> None:
-    """Raise if options need more than one target at a time."""
+    """Raise unless options give one target per source, whose tokens are final once they are chosen."""
     wrong = [
         f"{name} = {value}"
         for name, value in {
@@ -46,5 +46,5 @@ def check_streamed(options: DecodeOptions) -> None:
     if wrong:
         raise ConfigError(
             f"stream refused: it needs num_beams = 1 and num_return_sequences = 1, found {', '.join(wrong)}; beams "
-            "change earlier tokens, use generate for them"
+            "change earlier tokens: use generate for them, or pass num_beams=1 (--beams 1)"
         )

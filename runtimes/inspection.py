@@ -9,8 +9,8 @@ from typing import Any
 
 from fatdeploy.bundle import Bundle, read_bundle
 from fatdeploy.certificate import Certificate, CpuCheck, HalfParity, read_certificate
-from fatdeploy.manifest import DECODER, EMBEDDING, ENCODER, PARITY, Manifest, Quantization
-from fatdeploy.records import json_from_record
+from fatdeploy.manifest import DECODER, EMBEDDING, ENCODER, PARITY, GenerationRecord, Manifest, Quantization
+from fatdeploy.records import json_from_record, shown
 from fatdeploy.spec import ModelSpec, TensorSpec
 from fatdeploy.tables import aligned
 
@@ -71,6 +71,8 @@ class Inspection:
         yield from ["Model", *aligned(_model_rows(self.bundle.spec), indent=2), ""]
         if rows := list(_text_rows(self.bundle.manifest)):
             yield from ["Text", *aligned(rows, indent=2), ""]
+        if (generation := self.bundle.manifest.generation) is not None:
+            yield from ["Default options", *aligned(_generation_rows(generation), indent=2), ""]
         for name, graph in self.graphs.items():
             yield from [name, *aligned(_tensor_rows(graph), indent=2), *_op_lines(graph.ops), ""]
         yield from ["Weights", *aligned(_weight_rows(self.bundle), indent=2), ""]
@@ -133,6 +135,16 @@ def _text_rows(manifest: Manifest) -> Iterator[tuple[str, ...]]:
     yield "defaults", ", ".join(f"{side} {code or 'none'}" for side, code in defaults.items())
     lines = wrap(" ".join(sorted(text.languages.ids)), 88, break_long_words=False, break_on_hyphens=False)
     yield from ((f"languages ({len(text.languages.ids)})" if line is lines[0] else "", line) for line in lines)
+
+
+def _generation_rows(generation: GenerationRecord) -> Iterator[tuple[str, ...]]:
+    """Yield how the bundle decodes by default, and the settings of its model that fatdeploy does not have."""
+    for name, value in sorted(generation.options.items()):
+        yield shown(name), shown(value), ""
+    for name, value in sorted(generation.ignored.items()):
+        yield shown(name), shown(value), "ignored: not available in fatdeploy"
+    if not generation.options and not generation.ignored:
+        yield "none", "greedy", ""
 
 
 def _tensor_rows(graph: GraphContract) -> Iterator[tuple[str, ...]]:

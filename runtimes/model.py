@@ -15,11 +15,12 @@ from fatdeploy.runtimes.call_checks import check_call, check_list, check_streame
 from fatdeploy.runtimes.closing import ClosedOnExit
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.loop import Decoding
-from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.decoding.options import OPTIONS, DecodeOptions
 from fatdeploy.runtimes.decoding.prompts import PrefixIds, Prompt, check_count, prompts_of, reasons_against
 from fatdeploy.runtimes.decoding.sources import CheckedSources, batches_of, wrong_source
 from fatdeploy.runtimes.decoding.stops import cut_text
 from fatdeploy.runtimes.decoding.streaming import Deltas, Stream
+from fatdeploy.runtimes.defaults import changed_options, check_names, default_options, within_room
 from fatdeploy.runtimes.engines.opening import most_sources_of, opened_engine
 from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
 from fatdeploy.runtimes.engines.protocol import Engine
@@ -47,7 +48,6 @@ from fatdeploy.targets import TARGETS, Provider
 # Default number of positions, of sources and targets, in one batch: many more are not faster, and take memory.
 BATCH_TOKENS = 8192
 
-DEFAULT_OPTIONS = DecodeOptions()
 
 log = logging.getLogger("fatdeploy")
 
@@ -76,7 +76,10 @@ def load(
 
 
 class Model(ClosedOnExit):
-    """A bundle ready to decode. Threads may share it: each decode has a state of its own."""
+    """A bundle ready to decode. Threads may share it: each decode has a state of its own.
+
+    ``options`` are the bundle's defaults: how the model's authors decode, or greedy if the model came without settings.
+    """
 
     def __init__(self, bundle: Bundle, engine: Engine[Any]) -> None:
         self.bundle = bundle
@@ -84,6 +87,7 @@ class Model(ClosedOnExit):
         self._most_sources = most_sources_of(engine)
         self._reader = SourceReader(bundle)
         self._tokenizer = self._reader.tokenizer
+        self.options = default_options(bundle)
 
     @property
     def spec(self) -> ModelSpec:
@@ -102,8 +106,12 @@ class Model(ClosedOnExit):
         split: Literal["sentences"] | None = None,
         batch_tokens: int = BATCH_TOKENS,
         progress: Callable[[int], None] | None = None,
+        **changes: Any,
     ) -> list[Hypothesis]:
         """Return the best target of each source, a text or token ids; there may be any number of sources.
+
+        Without ``options`` the bundle's own apply, and ``options`` replace them all. Further keywords are fields of
+        DecodeOptions and change either: ``generate(sources, num_beams=1)``.
 
         ``prefixes`` begin the targets, one per source: text, token ids, or None for the prefix of the options. Sources
         whose prefixes differ in length are decoded together. ``source_language`` and ``target_language`` are codes, for
@@ -116,7 +124,7 @@ class Model(ClosedOnExit):
         """
         check_call(options, truncate, batch_tokens, progress, split)
         check_list(sources)
-        options, _ = self._resolved(options)
+        options, _ = self._resolved(options, changes)
         deadline = None if options.timeout_s is None else monotonic() + options.timeout_s
         sources = list(sources)
         pairs = checked_pairs(self._reader.languages, len(sources), source_language, target_language)
@@ -152,15 +160,19 @@ class Model(ClosedOnExit):
         truncate: bool = False,
         source_language: str | None = None,
         target_language: str | None = None,
+        **changes: Any,
     ) -> Stream:
         """Return the best target of one source in pieces, each as soon as it is certain: events to iterate over.
+
+        Options are those of ``generate``. Beams cannot be streamed: a bundle that decodes with beams by default needs
+        ``num_beams=1`` here.
 
         ``for`` and ``async for`` both work. A wrong source or option is an error here. Decoding starts when the first
         event is requested, and ``timeout_s`` counts from then. Models that write from right to left, or all tokens at
         once, send one event with everything at the end.
         """
         check_call(options, truncate)
-        options, _ = self._resolved(options)
+        options, _ = self._resolved(options, changes)
         check_streamed(options)
         languages = self._reader.languages
         pairs = checked_pairs(languages, 1, source_language, target_language)
@@ -173,6 +185,17 @@ class Model(ClosedOnExit):
             partial(self._completed, source=readable, options=options, prefix=prefix),
             in_reading_order=self.spec.decoding == "autoregressive" and self.spec.target_order == "left_to_right",
         )
+
+    def options_with(self, options: DecodeOptions | None = None, **changes: Any) -> DecodeOptions:
+        """Return what ``generate`` decodes with if it gets the same arguments.
+
+        A default of the bundle that a change leaves without meaning is dropped: ``sample=False`` also drops the
+        bundle's temperature. Nothing of ``options`` is dropped; a contradiction is an error.
+        """
+        if options is None:
+            return changed_options(self.options, changes)
+        check_names(changes)
+        return replace(options, **changes)
 
     def refusal(
         self,
@@ -207,7 +230,7 @@ class Model(ClosedOnExit):
         if prefix is None:
             return tokenized
         ids = ids_of_prefix(prefix, self.spec, self._reader.needed_tokenizer)
-        if reasons := reasons_against(ids, DEFAULT_OPTIONS, self.spec):
+        if reasons := reasons_against(ids, DecodeOptions(), self.spec):
             raise SpecMismatch("; ".join(reasons))
         return replace(tokenized, prefix=ids)
 
@@ -237,9 +260,10 @@ class Model(ClosedOnExit):
                 raise SpecMismatch(f"sentence {sentence[:40]!r}: {reason}")
         return document
 
-    def _resolved(self, options: DecodeOptions | None) -> tuple[DecodeOptions, int]:
+    def _resolved(self, options: DecodeOptions | None, changes: dict[str, Any]) -> tuple[DecodeOptions, int]:
         """Return options whose prefix is tokens, and the limit of new tokens; refuse what the model cannot do."""
-        options = options or DEFAULT_OPTIONS
+        stated = changes if options is None else OPTIONS
+        options = self.options_with(options, **changes)
         are_texts = {
             "prefix": isinstance(options.prefix, str),
             "stop": any(isinstance(stop, str) for stop in options.stop),
@@ -250,6 +274,7 @@ class Model(ClosedOnExit):
             check_reading_order(" and ".join(texts), self.spec)
         if tokenizer is not None and isinstance(options.prefix, str):
             options = replace(options, prefix=tokenizer.plain_ids(options.prefix))
+        options = within_room(options, self.spec.max_target - len(options.prefix_ids), stated)
         return options, options.limit(self.spec)
 
     def _prompts(

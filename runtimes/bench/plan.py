@@ -39,6 +39,7 @@ class BenchRequest:
     threads: tuple[int, ...]
     repetitions: int
     spinning: bool = True
+    no_defaults: bool = False  # without the default options of the bundles
     defaults: frozenset[str] = frozenset()
 
     @property
@@ -64,6 +65,7 @@ class Turn:
     repetitions: int
     decoder_bytes: int
     cuda_graphs: bool = True  # for engines that can record steps
+    plain: bool = False  # without the bundle's default options
     thorough: bool  # also check every row alone and one batch twice: slow, and enough in one round
 
 
@@ -100,6 +102,7 @@ class BenchPlan:
             repetitions=self.request.repetitions_of(index),
             decoder_bytes=self.decoder_bytes,
             cuda_graphs=self.cuda_graphs,
+            plain=self.request.no_defaults,
             thorough=index == 0,
         )
 
@@ -169,6 +172,10 @@ def _plan(label: str, bundle: "Bundle", request: BenchRequest) -> BenchPlan:
     if TARGETS[bundle.manifest.target].needs_gpu and len(request.threads) > 1:
         notes.append(f"{label}: --threads {_listed(request.threads)} lowered to {request.threads[0]} (it is for a GPU)")
         request = replace(request, threads=request.threads[:1])
+    beams = _own_beams(bundle, request)
+    if beams != request.beams:
+        notes.append(f"{label}: --beams {_listed(request.beams)} changed to {_listed(beams)} (its default options)")
+        request = replace(request, beams=beams)
     for limit in _limits(bundle):
         values = _values(request, limit.option)
         fitting = tuple(dict.fromkeys(min(value, limit.most) for value in values))
@@ -176,6 +183,16 @@ def _plan(label: str, bundle: "Bundle", request: BenchRequest) -> BenchPlan:
             notes.append(f"{label}: --{limit.option} {_listed(values)} lowered to {_listed(fitting)} ({limit.why})")
         request = _lowered(request, limit.option, fitting)
     return BenchPlan(label, bundle, request, bytes_a_step_reads(bundle.file(DECODER)), tuple(notes))
+
+
+def _own_beams(bundle: "Bundle", request: BenchRequest) -> tuple[int, ...]:
+    """Return the numbers of beams to measure: greedy, and what the bundle decodes with, unless some were typed."""
+    from fatdeploy.runtimes.defaults import default_options
+
+    if request.no_defaults or "beams" not in request.defaults:
+        return request.beams
+    own = default_options(bundle).num_beams
+    return request.beams if own == 1 else (1, own)
 
 
 def _lowered(request: BenchRequest, option: str, values: tuple[int, ...]) -> BenchRequest:

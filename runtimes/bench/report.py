@@ -11,6 +11,8 @@ from fatdeploy._version import VERSION
 from fatdeploy.machine import Machine, this_machine
 from fatdeploy.runtimes.bench.plan import BenchPlan, BenchRequest, Setting
 from fatdeploy.runtimes.bench.processes import Results
+from fatdeploy.runtimes.bench.timing import measured_options
+from fatdeploy.runtimes.defaults import stated_options
 
 FORMAT = 1
 WARM_UP = 1  # decodes of each setting before any is timed, in every process
@@ -123,8 +125,17 @@ def _bundle(plan: BenchPlan, turns: Sequence[TurnResult]) -> dict[str, Any]:
         "bytes": plan.bundle.total_bytes,
         "parameters": sum(group.parameters for group in manifest.weights.values()),
         "decoder_bytes": plan.decoder_bytes,
+        "options": _options(plan),
         "parity": turns[0]["parity"],
     }
+
+
+def _options(plan: BenchPlan) -> dict[str, Any]:
+    """Return the options of the decodes with the most beams, besides the length and the beams themselves."""
+    beams, plain = max(plan.request.beams), plan.request.no_defaults
+    options = measured_options(plan.bundle, target=plan.request.target, beams=beams, plain=plain)
+    shared = ("max_new_tokens", "num_beams")
+    return {name: value for name, value in stated_options(options).items() if name not in shared}
 
 
 def _lowest_fidelity(turns: Sequence[TurnResult]) -> dict[str, Any]:

@@ -11,14 +11,21 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from fatdeploy.bundle import Bundle
 from fatdeploy.runtimes.decoding.loop import Decoding
 from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.defaults import PLAIN, changed_options, default_options
 from fatdeploy.runtimes.engines.protocol import Engine
 from fatdeploy.spec import ModelSpec
 
 STATUS = Path("/proc/self/status")
 # Reading less takes no longer than the call itself.
 SMALLEST_BUFFER = 1 << 20
+# Options that a bench sets back: they decide where a target begins or ends, how many there are, or draw them.
+UNMEASURED = (
+    *("min_new_tokens", "stop", "timeout_s", "eos_ids", "forced_eos_id", "exponential_decay_length_penalty"),
+    *("prefix", "num_return_sequences", "sample", "length_candidates", "scores"),
+)
 READS = 8  # the fastest counts: the others were disturbed
 
 
@@ -68,6 +75,17 @@ class Endless:
         self.length_log_probs = engine.length_log_probs
         self.output_rows, self.output_bias = engine.output_rows, engine.output_bias
         self.release, self.close = engine.release, engine.close
+
+
+def measured_options(bundle: Bundle, *, target: int, beams: int, plain: bool) -> DecodeOptions:
+    """Return what a bench decodes with: the bundle's default options, or none of them if ``plain``.
+
+    What changes scores costs time in every step and counts. Lengths and beams are the bench's own, so that every decode
+    does the same work, and nothing ends it early.
+    """
+    defaults = DecodeOptions() if plain else default_options(bundle)
+    unmeasured = {name: PLAIN[name] for name in UNMEASURED}
+    return changed_options(defaults, {**unmeasured, "max_new_tokens": target, "num_beams": beams})
 
 
 def timed_decode(

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from fatdeploy.bundle import Bundle, read_bundle
@@ -18,6 +19,7 @@ from fatdeploy.runtimes.bench.processes import answer
 from fatdeploy.runtimes.bench.timing import (
     Endless,
     Times,
+    measured_options,
     peak_bytes,
     random_sources,
     read_bandwidth,
@@ -57,12 +59,16 @@ def measure_turn(turn: Turn, tick: Callable[[], None] = lambda: None) -> dict[st
     with closing(opened_for(turn, bundle)) as engine:
         load = time.perf_counter() - started
         tokens, peaks = {}, {}
+        options = {
+            setting: measured_options(bundle, target=turn.target, beams=setting.beams, plain=turn.plain)
+            for setting in turn.settings
+        }
         for setting in turn.settings:  # also the warm-up
-            _, tokens[setting] = _decode(engine, turn, setting)
+            _, tokens[setting] = _decode(engine, turn, setting, options[setting])
             peaks[setting] = peak_bytes()
         checked = check(bundle, engine, thorough=turn.thorough)
         tick()
-        times = _timed_repetitions(engine, turn, tokens, tick)
+        times = _timed_repetitions(engine, turn, options, tokens, tick)
         # Read while the GPU still runs at the clocks of work.
         device = gpus_here().as_dict() if target.needs_gpu else None
     return {
@@ -117,27 +123,31 @@ def check(bundle: Bundle, engine: Engine[Any], *, thorough: bool) -> Checked:
 
 
 def _timed_repetitions(
-    engine: Engine[Any], turn: Turn, tokens: Mapping[Setting, TokenRows], tick: Callable[[], None]
+    engine: Engine[Any],
+    turn: Turn,
+    options: Mapping[Setting, DecodeOptions],
+    tokens: Mapping[Setting, TokenRows],
+    tick: Callable[[], None],
 ) -> dict[Setting, list[Times]]:
     """Return the times of every setting; settings alternate, so that a disturbance does not hit only one of them."""
     times: dict[Setting, list[Times]] = {setting: [] for setting in turn.settings}
     for _ in range(turn.repetitions):
         for setting in turn.settings:
-            times[setting].append(_timed_again(engine, turn, setting, tokens[setting]))
+            decode = partial(_decode, engine, turn, setting, options[setting])
+            times[setting].append(_timed_again(decode, setting, tokens[setting]))
         tick()
     return times
 
 
-def _timed_again(engine: Engine[Any], turn: Turn, setting: Setting, expected: TokenRows) -> Times:
-    times, tokens = _decode(engine, turn, setting)
+def _timed_again(decode: Callable[[], tuple[Times, TokenRows]], setting: Setting, expected: TokenRows) -> Times:
+    times, tokens = decode()
     if tokens != expected:
         raise ParityFailed(f"the same batch of {setting.batch} decoded twice gave two results: no time was recorded")
     return times
 
 
-def _decode(engine: Engine[Any], turn: Turn, setting: Setting) -> tuple[Times, TokenRows]:
+def _decode(engine: Engine[Any], turn: Turn, setting: Setting, options: DecodeOptions) -> tuple[Times, TokenRows]:
     sources = random_sources(engine.spec, setting.batch, turn.source)
-    options = DecodeOptions(max_new_tokens=turn.target, num_beams=setting.beams)
     return timed_decode(Endless(engine), sources, options, stopwatch_of(engine))
 
 

@@ -76,6 +76,7 @@ Examples:
     type=click.IntRange(1),
     help="Timed decodes of each setting, spread over up to four processes.",
 )
+@click.option("--no-defaults", is_flag=True, help="Measure without the bundles' default options.")
 @spinning_option
 @click.option(
     "--json",
@@ -105,6 +106,9 @@ def bench(
     Each bundle is checked against the reference's tokens before it is timed. An fp32 bundle that returns a different
     token is not measured, and the exit code is 1. Sources are random and EOS is ignored, so every decode does the same
     work. Each bundle runs in a process of its own for each number of threads, and the processes take turns.
+
+    A bundle is measured with those of its default options that change scores (fatdeploy inspect shows them), because
+    they cost time in every step. Without --beams, the second number of beams is the bundle's own.
     """
     from fatdeploy.runtimes.bench.page import html_from_report
     from fatdeploy.runtimes.bench.processes import measured, ticks_of, turns_of

@@ -1,4 +1,7 @@
-"""The options of the command line that say how to decode, made from the fields of ``DecodeOptions``."""
+"""The options of the command line that say how to decode, made from the fields of ``DecodeOptions``.
+
+None has a default of its own: what is not typed comes from the bundle.
+"""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -39,10 +42,10 @@ SPELLINGS = {
 SEVERAL_IDS = {"type": click.IntRange(0), "multiple": True, "metavar": "ID"}
 ABOVE_ZERO = click.FloatRange(0, min_open=True)
 
-# Values that are typed as something else than what the field contains; ``options_from_arguments`` converts them.
+# Values that are typed as something else than what the field contains; ``popped_changes`` converts them.
 TYPED: dict[str, dict[str, Any]] = {
-    "early_stopping": {"type": click.Choice(list(EARLY_STOPPING)), "default": "no", "show_default": True},
-    "prefix": {"default": "", "metavar": "TEXT"},
+    "early_stopping": {"type": click.Choice(list(EARLY_STOPPING)), "show_default": "bundle's or no"},
+    "prefix": {"metavar": "TEXT"},
     "no_repeat_ngram_size": {"metavar": "N"},
     "encoder_no_repeat_ngram_size": {"metavar": "N"},
     "suppress_tokens": SEVERAL_IDS,
@@ -62,11 +65,17 @@ TYPED: dict[str, dict[str, Any]] = {
 DEFAULTS = {field.name: field.default for field in fields(DecodeOptions)}
 
 
+no_defaults_option = click.option(
+    "--no-defaults", is_flag=True, help="Begin with greedy decoding instead of the bundle's default options."
+)
+
+
 def decode_options(*names: str) -> Callable[[Command], Command]:
     """Add the options of these fields of ``DecodeOptions`` to a command; without names, all that can be typed."""
     chosen = names or [name for name in OPTIONS if name not in NOT_TYPED]
 
     def add(command: Command) -> Command:
+        command = no_defaults_option(command)
         for name in reversed(chosen):
             command = _option(name)(command)
         return command
@@ -76,14 +85,17 @@ def decode_options(*names: str) -> Callable[[Command], Command]:
 
 def _option(name: str) -> Callable[[Command], Command]:
     record = OPTIONS[name]
-    spellings = SPELLINGS.get(name, (f"--{name.replace('_', '-')}",))
-    settings = _settings(record.bound, DEFAULTS[name]) | TYPED.get(name, {})
+    plain = f"--{name.replace('_', '-')}"
+    # A flag has two spellings: it must also be possible to turn off what the bundle turns on.
+    switch = (f"{plain}/--no-{plain.removeprefix('--')}",) if isinstance(record.bound, Flag) else (plain,)
+    spellings = SPELLINGS.get(name, switch)
+    settings = {"default": None} | _settings(record.bound, DEFAULTS[name]) | TYPED.get(name, {})
     return click.option(*spellings, name, help=record.help, **settings)
 
 
 def _settings(bound: Bound, default: object) -> dict[str, Any]:
     """Return what click must know about a value within a bound."""
-    shown = {} if default is None else {"default": default, "show_default": True}
+    shown = {} if default is None else {"show_default": f"bundle's or {default}"}
     match bound:
         case Whole():
             return {"type": click.IntRange(bound.least), **shown}
@@ -92,25 +104,37 @@ def _settings(bound: Bound, default: object) -> dict[str, Any]:
         case Number():
             limits = {"min_open": bound.low_open, "max_open": bound.high_open}
             return {"type": click.FloatRange(bound.low, bound.high, **limits), **shown}
-        case Flag():
-            return {"is_flag": True}
     return {}
 
 
-def options_from_arguments(arguments: dict[str, Any], *, as_ids: bool, scores: bool) -> DecodeOptions:
-    """Return the arguments of a command as DecodeOptions."""
-    prefix, shortlist = arguments["prefix"], arguments["shortlist"]
-    converted = {
-        "early_stopping": EARLY_STOPPING[arguments["early_stopping"]],
-        "bad_words": [ids_from_text("--bad-word", word) for word in arguments["bad_words"]],
-        "sequence_bias": [(ids_from_text("--sequence-bias", ids), bias) for ids, bias in arguments["sequence_bias"]],
-        "stop": [ids_from_text("--stop", stop) if as_ids else stop for stop in arguments["stop"]],
-        # An empty text is no prefix and needs no tokenizer.
-        "prefix": ids_from_text("--prefix", prefix) if as_ids or not prefix else prefix,
-        "forced_tokens": list(arguments["forced_tokens"]),
-        "shortlist": None if shortlist is None else _listed_ids(shortlist),
-    }
-    return DecodeOptions(**{**arguments, **converted}, scores=scores)
+def popped_changes(arguments: dict[str, Any], *, as_ids: bool = False) -> tuple[DecodeOptions | None, dict[str, Any]]:
+    """Return the options to begin with, None for the bundle's, and the fields that were typed.
+
+    Both are removed from all arguments of a command.
+    """
+    options = DecodeOptions() if arguments.pop("no_defaults") else None
+    typed = {name: arguments.pop(name) for name in [*arguments] if name in OPTIONS}
+    # An option that may be repeated is empty if it was not typed.
+    return options, {name: _converted(name, value, as_ids) for name, value in typed.items() if value not in (None, ())}
+
+
+def _converted(name: str, value: Any, as_ids: bool) -> Any:
+    """Return what the field of DecodeOptions contains."""
+    match name:
+        case "early_stopping":
+            return EARLY_STOPPING[value]
+        case "bad_words":
+            return [ids_from_text("--bad-word", word) for word in value]
+        case "sequence_bias":
+            return [(ids_from_text("--sequence-bias", ids), bias) for ids, bias in value]
+        case "stop":
+            return [ids_from_text("--stop", stop) if as_ids else stop for stop in value]
+        case "prefix":
+            # An empty text is no prefix and needs no tokenizer.
+            return ids_from_text("--prefix", value) if as_ids or not value else value
+        case "shortlist":
+            return _listed_ids(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _listed_ids(path: Path) -> list[int]:

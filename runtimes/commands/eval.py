@@ -11,7 +11,7 @@ import click
 
 from fatdeploy.errors import BackendUnavailable, ConfigError
 from fatdeploy.pairs import read_pairs
-from fatdeploy.runtimes.commands.decode_options import decode_options
+from fatdeploy.runtimes.commands.decode_options import decode_options, popped_changes
 from fatdeploy.runtimes.commands.engine_options import (
     batch_tokens_option,
     engine_options,
@@ -21,7 +21,6 @@ from fatdeploy.runtimes.commands.engine_options import (
 )
 from fatdeploy.runtimes.commands.progress import progress_bar
 from fatdeploy.runtimes.commands.run_output import check_output_file, write_output_file
-from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.evaluation.metrics import METRICS, OF_TEXT, Score, need_sacrebleu
 from fatdeploy.runtimes.text.token_ids import PlainSource
 from fatdeploy.tables import aligned
@@ -125,8 +124,10 @@ def eval(  # noqa: A001 - the name of the command
     """Measure the quality of a bundle on pairs: lines of source, TAB, target.
 
     A source on several lines has several references, and matching any of them is right. If lines are not pairs, all of
-    them are reported at once and nothing is decoded.
+    them are reported at once and nothing is decoded. Options that are not typed come from the bundle (fatdeploy inspect
+    shows them).
     """
+    from fatdeploy.runtimes.defaults import stated_options
     from fatdeploy.runtimes.evaluation.evaluate import (
         check_examples,
         decoded,
@@ -140,9 +141,10 @@ def eval(  # noqa: A001 - the name of the command
     names = chosen_metrics(names, as_ids, ignored)
     check_output(output, pairs)
     engine = popped_engine_arguments(arguments)
-    options = DecodeOptions(**arguments)
+    begin, changes = popped_changes(arguments)
     lines = read_pairs(pairs)
     with load(bundle, **engine) as model:
+        options = model.options_with(begin, **changes)
         if as_ids:
             lines = pairs_of_ids(lines, pairs, model.spec)
         examples = examples_from_pairs(lines, limit, as_ids=as_ids)
@@ -160,7 +162,8 @@ def eval(  # noqa: A001 - the name of the command
             )
     scores = scores_of(results.texts, examples, names, ignored)
     report = {"bundle": str(bundle), "pairs": str(pairs), **report_of(results, examples, scores)}
-    report |= {"beams": options.num_beams, "ignore": None if ignored is None else ignored.pattern}
+    report |= {"beams": options.num_beams, "options": stated_options(options)}
+    report |= {"ignore": None if ignored is None else ignored.pattern}
     click.echo(json.dumps(report, indent=2, ensure_ascii=False) if as_json else "\n".join(report_lines(report)))
     if output is not None:
         write_targets(output, examples, results.texts)

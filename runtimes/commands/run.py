@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from fatdeploy.errors import ConfigError, SpecMismatch
-from fatdeploy.runtimes.commands.decode_options import decode_options, options_from_arguments
+from fatdeploy.runtimes.commands.decode_options import decode_options, popped_changes
 from fatdeploy.runtimes.commands.engine_options import (
     batch_tokens_option,
     engine_options,
@@ -100,6 +100,9 @@ def run(
 
     Prints one line per source, in order: its text, or token ids if the bundle has no tokenizer. With --n-best it prints
     one line per target, after the number of its source; --scores and --alignments (source-target pairs) add columns.
+
+    Options that are not typed come from the bundle, which has the settings of the model's authors: fatdeploy inspect
+    shows them.
     """
     from fatdeploy.runtimes.model import load
 
@@ -112,22 +115,28 @@ def run(
             "--split joins the texts of sentences: leave out --stream, --scores, --alignments, --ids and --json-lines"
         )
     engine = popped_engine_arguments(arguments)
-    options = options_from_arguments(arguments, as_ids=as_ids, scores=scores)
-    output = Output(as_json, options.num_return_sequences > 1, scores, alignments, keeps_lines=split is not None)
+    begin, changes = popped_changes(arguments, as_ids=as_ids)
+    changes |= {"scores": True} if scores else {}
     with load(bundle, **engine) as model:
         if alignments and model.spec.alignment is None:
             raise ConfigError(f"{bundle} has no alignments: export it again with --attention LAYER")
+        options = model.options_with(begin, **changes)
+        output = Output(as_json, options.num_return_sequences > 1, scores, alignments, keeps_lines=split is not None)
         languages: Any = {"source_language": source_language, "target_language": target_language}
         read = partial(read_line, model, split=split, truncate=truncate, **languages)
         sources = checked(read, read_lines(texts, as_ids=as_ids, json_lines=json_lines))
         if stream:
-            finishes = Counter(output.write_stream(line, model.stream(readable, options)) for line, readable in sources)
+            finishes = Counter(
+                output.write_stream(line, model.stream(readable, begin, **changes)) for line, readable in sources
+            )
         else:
             # Lines typed by hand are answered one by one.
             size = 1 if not texts and sys.stdin.isatty() else batch_size
             # The number of sentences is not known before they are read.
             with decoding_bar(0 if split else len(texts)) as bar:
-                generate = partial(model.generate, options=options, batch_tokens=batch_tokens, progress=bar.update)
+                generate = partial(
+                    model.generate, options=begin, batch_tokens=batch_tokens, progress=bar.update, **changes
+                )
                 finishes = Counter(write_batches(batches(sources, size), generate, output))
     if finishes["cancelled"]:
         log.warning(

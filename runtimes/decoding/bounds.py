@@ -134,5 +134,9 @@ def are_start_and_factor(value: object) -> bool:
 def _is_number(value: object) -> bool:
     import numpy as np
 
-    number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    return number and math.isfinite(value)  # type: ignore[arg-type]
+    if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond any float
+        return False

@@ -195,8 +195,9 @@ class DecodeOptions:
         return self.limit_after(self.prefix_ids, spec)
 
     def limit_after(self, prefix: Ids, spec: "ModelSpec") -> int:
-        """Return the limit of new tokens after a prefix."""
-        return spec.max_target - len(prefix) if self.max_new_tokens is None else self.max_new_tokens
+        """Return the limit of new tokens after a prefix, at most what the model has room for."""
+        room = spec.max_target - len(prefix)
+        return room if self.max_new_tokens is None else min(self.max_new_tokens, room)
 
     def _wrong_together(self) -> list[str]:
         reasons = []

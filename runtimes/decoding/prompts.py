@@ -1,7 +1,7 @@
 """What each target begins with: the start token, a prefix of its own, and how many tokens may follow."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,12 +46,14 @@ def prompts_of(
     if prefixes is None:
         return [shared] * count
     check_count(prefixes, count)
+    # A source's own prefix lowers its limit: the lengths of prefixes differ, and rows must not depend on each other.
+    unlimited = replace(options, max_new_tokens=None)
     rows = [None if prefix is None else _listed(prefix) for prefix in prefixes]
     reasons = [
         f"source {index}: {reason}"
         for index, row in enumerate(rows)
         if row is not None
-        for reason in reasons_against(row, options, spec)
+        for reason in reasons_against(row, unlimited, spec)
     ]
     if reasons:
         raise ConfigError(in_one_line("prefixes refused", reasons))

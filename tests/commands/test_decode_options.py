@@ -17,7 +17,7 @@ from fatdeploy.runtimes.commands.decode_options import NOT_TYPED, SPELLINGS
 from fatdeploy.runtimes.commands.run_output import Output
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.loop import decode
-from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.decoding.options import OPTIONS, DecodeOptions
 from fatdeploy.runtimes.decoding.streaming import Event
 from tests.support.bundles import bundle_of, model_of, shared_bundle
 from tests.support.text.texts import bundle_with_text, words
@@ -230,7 +230,15 @@ def test_command_line_ranges_match_the_decode_options() -> None:
     }
     assert typed["length_penalty"].type is click.FLOAT
     plain, shown = DecodeOptions(), (*whole[1:], "top_p", "min_p", "length_penalty")
-    assert [typed[name].default for name in shown] == [getattr(plain, name) for name in shown]
+    assert [typed[name].show_default for name in shown] == [f"bundle's or {getattr(plain, name)}" for name in shown]
+
+
+def test_an_option_that_is_not_typed_has_no_value_of_its_own() -> None:
+    command = main.get_command(click.Context(main), "run")
+    assert isinstance(command, click.Command)
+    with command.make_context("run", ["bundle", "text"]) as context:
+        values = {name: context.params[name] for name in {*OPTIONS} - {*NOT_TYPED}}
+    assert {name for name, value in values.items() if value not in (None, ())} == set()
 
 
 def test_a_parallel_model_tries_several_lengths() -> None:

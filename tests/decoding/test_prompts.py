@@ -10,6 +10,7 @@ from fatdeploy.errors import ConfigError
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.loop import Decoding, decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.decoding.prompts import prompts_of
 from fatdeploy.runtimes.engines.protocol import Floats, Want
 from fatdeploy.spec import Tokens
 from tests.support.engines.tables import ALIGNED, WORDS, TableEngine
@@ -175,10 +176,6 @@ def test_a_start_takes_the_place_of_the_models() -> None:
         ("ab", "prefixes refused: expected a list with one prefix per source, found 'ab'"),
         ([[3, 24], None], "prefixes refused: source 0: prefix must be ids in 0…23, found 24$"),
         ([[], [3] * 32], r"source 1: prefix must have 0…31 tokens \(below max_target\), found 32"),
-        (
-            [[], [3] * 26],
-            r"source 1: max_new_tokens must lie in 1…6 \(the model's max_target without the prefix\), found 7",
-        ),
         ([[1.5], "text"], r"source 0: prefix must be token ids, found \[1.5\]; source 1: .* found 'text'"),
     ],
     ids=str,
@@ -188,6 +185,16 @@ def test_a_prefix_that_cannot_be_read_is_refused_before_anything_runs(prefixes: 
     with pytest.raises(ConfigError, match=reason):
         decode(engine, [[5], [6]], DecodeOptions(max_new_tokens=7), prefixes=prefixes)
     assert (engine.n_states, engine.calls) == (0, [])
+
+
+def test_a_prefix_lowers_the_limit_of_its_own_source_to_the_room_that_it_leaves() -> None:
+    options = DecodeOptions(max_new_tokens=7)
+    prompts = prompts_of(options, TableEngine().spec, [[], [3] * 25, [3] * 26, None], 4)
+    assert [prompt.limit for prompt in prompts] == [7, 7, 6, 7]
+    # A least number of tokens is a promise: it is not lowered.
+    reason = r"source 1: min_new_tokens must lie in 0…6 \(the model's max_target without the prefix\), found 7"
+    with pytest.raises(ConfigError, match=reason):
+        prompts_of(replace(options, min_new_tokens=7), TableEngine().spec, [[], [3] * 26], 2)
 
 
 @pytest.mark.parametrize("start_id", [0, 5])
