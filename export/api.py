@@ -34,6 +34,7 @@ def export_model(
     choices: "Choices | None" = None,
     licence: str | None = None,
     tokenizer: str | Path | None = None,
+    convert_tokenizer: bool = False,
     calibration: str | Path | None = None,
     probes: str | Path | None = None,
     engines: "BuildRequest | bool" = True,
@@ -42,22 +43,25 @@ def export_model(
 ) -> "Bundle":
     """Turn a model into a bundle in the folder ``out``, prove it right, and return it.
 
-    ``source`` is what ``fatdeploy export`` takes (a preset, a checkpoint's folder, ``package.module:factory``), or a
-    model itself. ``precision`` is a name, or a ``QuantizeRequest`` with everything that can be chosen for integers.
-    ``choices`` are limits and outputs of the contract. ``tokenizer`` is a tokenizer.json; ``calibration`` and
-    ``probes`` are the files that a quantization of trained weights reads; each defaults to what ``source`` brings. For
-    TensorRT targets ``engines`` says how engines are built; False leaves that to the device (``fatdeploy build``).
-    ``progress`` is called with the name of each stage. A failure leaves whatever ``out`` held before.
+    ``source`` is what ``fatdeploy export`` takes (a Hugging Face folder, a checkpoint's folder, a preset,
+    ``package.module:factory``), or a model itself. ``precision`` is a name, or a ``QuantizeRequest`` with everything
+    that can be chosen for integers. ``choices`` are limits and outputs of the contract. ``tokenizer`` is a
+    tokenizer.json; ``convert_tokenizer`` makes one of sentencepiece models and compares both on the texts of
+    ``calibration``. ``calibration`` and ``probes`` are the files that a quantization of trained weights reads; each
+    defaults to what ``source`` brings. For TensorRT targets ``engines`` says how engines are built; False leaves that
+    to the device (``fatdeploy build``). ``progress`` is called with the name of each stage. A failure leaves whatever
+    ``out`` held before.
     """
     need_export_packages()
     from fatdeploy.export.models.exportable import exportable_model
-    from fatdeploy.export.models.loading import model_from_source
+    from fatdeploy.export.models.loading import Lengths, model_from_source, with_converted_tokenizer
     from fatdeploy.export.pipeline import Origin, write_bundle
 
     if target not in TARGETS:
         raise ConfigError(f"target must be one of {either(TARGETS)}, found {target!r}")
     if isinstance(source, str):
-        model, origin = model_from_source(source, licence=licence)
+        lengths = None if choices is None else Lengths(choices.max_source, choices.max_target)
+        model, origin = model_from_source(source, licence=licence, lengths=lengths)
     else:
         model, origin = source, Origin(name=type(source).__name__, licence=licence)
     origin = replace(
@@ -66,6 +70,8 @@ def export_model(
         calibration=_path(calibration) or origin.calibration,
         probes=_path(probes) or origin.probes,
     )
+    if convert_tokenizer:
+        origin = with_converted_tokenizer(origin)
     exportable = exportable_model(model, choices)
     return write_bundle(
         exportable,

@@ -40,11 +40,14 @@ class ExportArguments(BuildArguments):
     build: bool
     activations: str
     ranges: str
+    tokenizer: str
 
 
 @click.command(
     epilog="""\b
 Examples:
+  fatdeploy export ./opus-mt-zh-en --out zh-en
+  fatdeploy export ./opus-mt-zh-en --out zh-en.int8 --precision int8 --calibration some.zh --probes others.zh
   fatdeploy export g2p --out g2p.bundle
   fatdeploy export fat-small --out fat-small.bundle
   fatdeploy export my-checkpoint --out my-model --force
@@ -119,6 +122,14 @@ Examples:
     type=click.Choice(["min-max", "percentile"]),
     help="Ranges of activations in standard graphs: everything that calibration saw, or 99.99 % of it.",
 )
+@click.option(
+    "--tokenizer",
+    default="keep",
+    show_default=True,
+    type=click.Choice(["keep", "convert"]),
+    help="Keep sentencepiece models (exact), or convert them to tokenizer.json and count the differences on the texts "
+    "of --calibration.",
+)
 @click.option("--calibration", type=click.Path(path_type=Path), help="File of sources for the ranges of activations.")
 @click.option("--probes", type=click.Path(path_type=Path), help="File of sources or pairs that the gate compares.")
 @click.option("--recover", is_flag=True, help="Keep the fewest matrices in a higher precision that pass the gate.")
@@ -155,9 +166,11 @@ def export(
 ) -> None:
     """Turn a model into a bundle and prove it right.
 
-    SOURCE is g2p (the bundled model: English words to phonemes), a checkpoint's folder, a preset (see: fatdeploy
-    presets), or package.module:factory for a model of your own. The graphs must give the reference's tokens on probes
-    where the reference decides every step by ten times the noise of fp32; otherwise nothing is written.
+    SOURCE is a Hugging Face folder, a checkpoint's folder, g2p (the bundled model: English words to phonemes), a
+    preset (see: fatdeploy presets), or package.module:factory for a model of your own. The graphs must give the
+    reference's tokens on probes where the reference decides every step by ten times the noise of fp32; otherwise
+    nothing is written. A Hugging Face folder brings its tokenizer and its generation settings along, and is compared
+    with transformers where that is installed.
 
     With --precision int8 or int4 the matrices of those graphs become integers. The bundle is then compared with the
     reference on real sources. Below the bar nothing is written, and a table shows which matrices cost most.
@@ -179,6 +192,7 @@ def export(
         precision=precision_of(chosen),
         choices=choices_of(chosen),
         licence=licence,
+        convert_tokenizer=chosen["tokenizer"] == "convert",
         calibration=chosen["calibration"],
         probes=chosen["probes"],
         engines=engines_of(target, chosen),

@@ -24,7 +24,7 @@ def precision_of(chosen: Mapping[str, Any]) -> FloatPrecision | QuantizeRequest:
     if chosen["precision"] in get_args(FloatPrecision):
         useless = {
             "--precision-of": bool(chosen["precision_of"]),
-            "--calibration": chosen["calibration"] is not None,
+            "--calibration": chosen["calibration"] is not None and chosen["tokenizer"] != "convert",
             "--probes": chosen["probes"] is not None,
             "--recover": chosen["recover"],
             "--cpu": chosen["cpu"] != "any",

@@ -1,20 +1,39 @@
 """What can be exported: the bundled model, a preset, a folder of ours or of Hugging Face, or your own model."""
 
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from fatdeploy.errors import ConfigError
 from fatdeploy.export import g2p
 from fatdeploy.export.models.hugging_face.folder import is_hugging_face_folder, model_from_folder
+from fatdeploy.export.models.hugging_face.generation import generation_from_config
+from fatdeploy.export.models.hugging_face.text.convert import converted
+from fatdeploy.export.models.hugging_face.text.folder_text import text_of_folder
 from fatdeploy.export.models.user_models import is_factory, model_from_factory
 from fatdeploy.export.pipeline import Origin
 from fatdeploy.export.reference.checkpoint import CONFIG, TOKENIZER, load_checkpoint
 from fatdeploy.export.reference.presets import preset_names
 from fatdeploy.export.reference.weights import model_from_preset
+from fatdeploy.manifest import GenerationRecord
 
 
-def model_from_source(source: str, *, licence: str | None = None) -> tuple[nn.Module, Origin]:
+@dataclass(frozen=True)
+class Lengths:
+    """The longest source and target to import; None is what the model says. Only folders of Hugging Face need them.
+
+    Where positions come from a formula, a model can read more than it says.
+    """
+
+    max_source: int | None = None
+    max_target: int | None = None
+
+
+def model_from_source(
+    source: str, *, licence: str | None = None, lengths: Lengths | None = None
+) -> tuple[nn.Module, Origin]:
     """Return the model that a name, a folder or ``package.module:factory`` stands for, and where it comes from."""
     _check_unambiguous(source)
     if source in preset_names():
@@ -22,15 +41,16 @@ def model_from_source(source: str, *, licence: str | None = None) -> tuple[nn.Mo
     if source == g2p.NAME:
         return bundled_model(licence=licence)
     folder = Path(source)
+    if is_hugging_face_folder(folder):
+        return imported_model(folder, licence, lengths or Lengths())
     if folder.is_dir():
         tokenizer = folder / TOKENIZER
         origin = Origin(name=folder.name, licence=licence, tokenizer=tokenizer if tokenizer.is_file() else None)
-        model = model_from_folder(folder)[0] if is_hugging_face_folder(folder) else load_checkpoint(folder)
-        return model, origin
+        return load_checkpoint(folder), origin
     if is_factory(source):
         return model_from_factory(source), Origin(name=source, licence=licence)
     raise ConfigError(
-        f"{source} is not {g2p.NAME}, a preset, a checkpoint folder or package.module:factory. "
+        f"{source} is not {g2p.NAME}, a preset, a checkpoint folder, a Hugging Face folder or package.module:factory. "
         f"Presets: {', '.join(preset_names())}"
     )
 
@@ -45,6 +65,43 @@ def bundled_model(*, licence: str | None = None) -> tuple[nn.Module, Origin]:
         probes=g2p.PROBES,
     )
     return load_checkpoint(g2p.CHECKPOINT), origin
+
+
+def imported_model(folder: Path, licence: str | None, lengths: Lengths) -> tuple[nn.Module, Origin]:
+    """Return the model of a Hugging Face folder with its tokenizer and its settings."""
+    model, read = model_from_folder(folder, max_source=lengths.max_source, max_target=lengths.max_target)
+    generation = generation_from_config(read.config, read.generation, model.spec)
+    model.spec = replace(model.spec, silent_ids=silent_ids_of(generation))
+    origin = Origin(
+        name=folder.resolve().name,
+        licence=licence,
+        text=text_of_folder(folder),
+        generation=generation,
+        original=folder,
+    )
+    return model, origin
+
+
+def with_converted_tokenizer(origin: Origin) -> Origin:
+    """Return an origin whose sentencepiece models became a tokenizer.json; its texts count what that changes."""
+    if origin.text is None or origin.calibration is None:
+        missing = "a folder with sentencepiece models" if origin.text is None else "--calibration, texts to compare on"
+        raise ConfigError(f"--tokenizer convert needs {missing}")
+    try:
+        texts = [line.partition("\t")[0] for line in origin.calibration.read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {origin.calibration}: {error}") from error
+    return replace(origin, text=converted(origin.text, [text for text in texts if text]))
+
+
+def silent_ids_of(generation: GenerationRecord) -> tuple[int, ...]:
+    """Return the tokens that a model never says by default: scores of such tokens may mean nothing.
+
+    Marian's padding is one. Its embedding is zero, so that its score is always 0 and wins wherever others are negative.
+    """
+    options: dict[str, Any] = generation.options
+    words = [word[0] for word in options.get("bad_words", ()) if len(word) == 1]
+    return tuple(sorted({*words, *options.get("suppress_tokens", ())}))
 
 
 def typed_folder(folder: Path) -> str:

@@ -11,10 +11,11 @@ from fatdeploy.certificate import LogitAgreement, OriginalRecord
 from fatdeploy.errors import SpecMismatch, in_one_line
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.models.exportable import Choices, Exportable, exportable_model
-from fatdeploy.export.models.loading import model_from_source
+from fatdeploy.export.models.loading import Lengths, model_from_source
 from fatdeploy.export.proof.original import original_record
 from fatdeploy.manifest import PROBES
 from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.defaults import options_from_record
 from fatdeploy.runtimes.engines.protocol import Engine
 from fatdeploy.runtimes.proof.lockstep import compared, logit_agreement
 from fatdeploy.runtimes.proof.probes import read_probes
@@ -34,7 +35,7 @@ def compared_with_model(
 
     An imported model is compared with its original as well, on the bundle's probes.
     """
-    model, origin = model_from_source(source)
+    model, origin = model_from_source(source, lengths=Lengths(bundle.spec.max_source, bundle.spec.max_target))
     exportable = _like(bundle.spec, exportable_model(model), source)
     reference = EagerEngine(exportable)
     steps = min(NEW_TOKENS, bundle.spec.max_target)
@@ -43,7 +44,8 @@ def compared_with_model(
     if origin.original is None:
         return agreement, None
     probes = read_probes(bundle.file(PROBES))
-    return agreement, original_record(origin.original, exportable, engine, probes, DecodeOptions())
+    options = DecodeOptions() if origin.generation is None else options_from_record(origin.generation, bundle.spec)
+    return agreement, original_record(origin.original, exportable, engine, probes, options)
 
 
 def _like(spec: ModelSpec, model: Exportable, source: str) -> Exportable:
