@@ -23,7 +23,7 @@ from fatdeploy.runtimes.commands.engine_options import (
 )
 from fatdeploy.runtimes.commands.progress import progress_bar
 from fatdeploy.runtimes.commands.run_output import Output
-from fatdeploy.runtimes.text.lines import Line, line_from_json
+from fatdeploy.runtimes.text.lines import InputLine, line_from_json
 from fatdeploy.runtimes.text.token_ids import ids_from_text
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def run(
 
 
 def write_batches(
-    source_batches: Iterable[list[tuple[Line, AnyRead]]],
+    source_batches: Iterable[list[tuple[InputLine, AnyRead]]],
     generate: "Callable[[list[AnyRead]], list[Hypothesis]]",
     output: Output,
 ) -> "Iterator[Finish]":
@@ -158,7 +158,7 @@ def write_batches(
             yield from (hypothesis.finish for hypothesis in (result, *result.alternatives))
 
 
-def read_lines(texts: tuple[str, ...], *, as_ids: bool, json_lines: bool = False) -> Iterator[tuple[str, Line]]:
+def read_lines(texts: tuple[str, ...], *, as_ids: bool, json_lines: bool = False) -> Iterator[tuple[str, InputLine]]:
     """Yield the place and the content of each source."""
     empty = True
     for place, text in numbered_texts(texts) if texts else numbered_lines(sys.stdin.buffer):
@@ -166,7 +166,7 @@ def read_lines(texts: tuple[str, ...], *, as_ids: bool, json_lines: bool = False
         if json_lines:
             yield place, line_from_json(place, text, as_ids=as_ids)
         else:
-            yield place, Line(ids_from_text(place, text) if as_ids else text)
+            yield place, InputLine(ids_from_text(place, text) if as_ids else text)
     if empty:
         raise ConfigError("no source given: pass texts, or one per line on standard input")
 
@@ -185,14 +185,16 @@ def numbered_lines(stream: Iterable[bytes]) -> Iterator[tuple[str, str]]:
             raise ConfigError(f"line {number}: expected UTF-8, found byte {line[error.start]:#04x}") from error
 
 
-def read_line(model: "Model", line: Line, *, split: str | None, **reading: Any) -> Any:
+def read_line(model: "Model", line: InputLine, *, split: str | None, **reading: Any) -> Any:
     """Return what the model reads of a line: a source, or the sentences of a text."""
     if split is None:
         return model.read(line.source, prefix=line.prefix, **reading)
     return model.read_document(str(line.source), **reading)
 
 
-def checked(read: Callable[[Line], AnyRead], lines: Iterable[tuple[str, Line]]) -> Iterator[tuple[Line, AnyRead]]:
+def checked(
+    read: Callable[[InputLine], AnyRead], lines: Iterable[tuple[str, InputLine]]
+) -> Iterator[tuple[InputLine, AnyRead]]:
     """Yield each line and what the model reads; an error names the place of the first that it cannot read."""
     for place, line in lines:
         try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fatdeploy.errors import ConfigError
-from fatdeploy.runtimes.text.lines import Line
+from fatdeploy.runtimes.text.lines import InputLine
 
 if TYPE_CHECKING:
     # Not at run time: a command's help must not need numpy.
@@ -30,7 +30,7 @@ class Output:
     alignments: bool = False
     keeps_lines: bool = False
 
-    def lines(self, number: int, line: Line, result: "Hypothesis") -> Iterator[str]:
+    def lines(self, number: int, line: InputLine, result: "Hypothesis") -> Iterator[str]:
         """Yield the lines of a source's results; ``number`` counts sources from 0."""
         if self.as_json:
             yield json.dumps({**line.values(), **self.values(result, with_alternatives=True)}, ensure_ascii=False)
@@ -50,7 +50,7 @@ class Output:
             values["alternatives"] = [self.values(hypothesis) for hypothesis in result.alternatives]
         return values
 
-    def write_stream(self, line: Line, stream: "Stream") -> "Finish":
+    def write_stream(self, line: InputLine, stream: "Stream") -> "Finish":
         """Write a target while it is decoded; return how it finished."""
         finish: Finish = "cancelled"
         any_written = False

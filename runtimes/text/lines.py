@@ -11,7 +11,7 @@ KEYS = ("source", "prefix")
 
 
 @dataclass(frozen=True)
-class Line:
+class InputLine:
     """What a line says; without a prefix of its own, a target gets that of the options."""
 
     source: PlainSource
@@ -22,7 +22,7 @@ class Line:
         return {"source": self.source} if self.prefix is None else {"source": self.source, "prefix": self.prefix}
 
 
-def line_from_json(place: str, text: str, *, as_ids: bool = False) -> Line:
+def line_from_json(place: str, text: str, *, as_ids: bool = False) -> InputLine:
     """Return a line that is a JSON object with a source and maybe a prefix, texts or lists of token ids.
 
     With ``as_ids`` texts contain token ids as well.
@@ -38,7 +38,7 @@ def line_from_json(place: str, text: str, *, as_ids: bool = False) -> Line:
             key: ids_from_text(f"{place}, {key}", value) if isinstance(value, str) else value
             for key, value in values.items()
         }
-    return Line(values["source"], values.get("prefix"))
+    return InputLine(values["source"], values.get("prefix"))
 
 
 def _wrong_values(values: Any) -> list[str]:

@@ -13,6 +13,7 @@ from fatdeploy.runtimes.decoding.processors.biases import BiasedSequences, Growi
 from fatdeploy.runtimes.decoding.processors.chain import processors_of
 from fatdeploy.runtimes.decoding.processors.protocol import History, Processor
 from fatdeploy.runtimes.decoding.processors.repetition import NoSourceNgram, SourcePenalty
+from fatdeploy.runtimes.decoding.prompts import prompts_of
 from fatdeploy.runtimes.decoding.search import Task
 from fatdeploy.runtimes.decoding.stops import Stops
 from fatdeploy.runtimes.engines.protocol import Floats, Want
@@ -88,13 +89,13 @@ def test_the_engines_best_tokens_are_used_where_they_are_enough_for_all_ends(end
 
 
 def test_a_growing_end_is_raised_by_its_size_and_a_forbidden_one_stays_forbidden() -> None:
-    ends = GrowingEnd(2, 1.5, np.array([0, 2]))
+    ends = GrowingEnd(np.array([2, 2]), 1.5, np.array([0, 2]))
     scores = [[-2.0, 1, 4], [FORBIDDEN, 1, 0]]
     tokens = [[BOS, 3, 3, 3], [BOS, 4, 4, 4]]
     # Two tokens too many: 1.5² - 1 of the size is added.
     assert processed(ends, tokens, scores, [0, 1]).tolist() == [[0.5, 1, 9], [FORBIDDEN, 1, 0]]
     assert processed(ends, [row[:2] for row in tokens], scores, [0, 1]).tolist() == scores
-    huge = processed(GrowingEnd(0, 1e200, np.array([0, 2])), tokens, scores, [0, 1])
+    huge = processed(GrowingEnd(np.array([0, 0]), 1e200, np.array([0, 2])), tokens, scores, [0, 1])
     assert huge.tolist() == [[np.float32(1e30), 1, np.float32(1e30)], [FORBIDDEN, 1, 0]]
 
 
@@ -204,7 +205,10 @@ def test_options_that_change_no_scores_need_no_processor() -> None:
         forced_bos_id=3,
         prefix=[3],  # which takes the place of a forced first token
     )
-    assert processors_of(Task(unused, WORDS, [np.array([5])], 8, Stops(unused, None))) == []
+    assert (
+        processors_of(Task(unused, WORDS, [np.array([5])], prompts_of(unused, WORDS, None, 1), Stops(unused, None)))
+        == []
+    )
     engine = TableEngine()
     decode(engine, SOURCES, DecodeOptions(num_beams=3, renormalize=True))
     assert {want for _, want in engine.calls} == {Want.TOPK}
