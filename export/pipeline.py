@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fatdeploy.bundle import Bundle, read_bundle, write_manifest
-from fatdeploy.certificate import read_certificate, write_certificate
-from fatdeploy.errors import BundleError, CheckpointError, ConfigError
+from fatdeploy.certificate import OriginalRecord, read_certificate, write_certificate
+from fatdeploy.errors import ConfigError
 from fatdeploy.export.graph_files import op_histogram
 from fatdeploy.export.half.rewrite import half_array, halved
 from fatdeploy.export.models.eager import EagerEngine
@@ -27,32 +27,33 @@ from fatdeploy.export.proof.certify import certified
 from fatdeploy.export.proof.certify_half import certified_half
 from fatdeploy.export.proof.cuda_ops import cuda_record, decoder_seams, runs_on_cuda
 from fatdeploy.export.proof.draw_probes import drawn_probes
+from fatdeploy.export.proof.original import original_record
 from fatdeploy.export.quantize.examples import Example, examples_from_file, random_examples
 from fatdeploy.export.quantize.gate import RANDOM_STEPS, metric_of
 from fatdeploy.export.quantize.quantizer import Quantizer, QuantizeRequest, Trial, check_request
 from fatdeploy.export.reference.checkpoint import stored_tensors
 from fatdeploy.export.reference.seams import Seams
+from fatdeploy.export.text_files import TextFiles, fitting_tokenizer
 from fatdeploy.export.tracing.dialect_base import OPSET
+from fatdeploy.export.tracing.samples import drawn_samples
 from fatdeploy.export.tracing.scaled_queries import scaled_queries
-from fatdeploy.export.tracing.simplify import Arrays, simplified
+from fatdeploy.export.tracing.simplify import simplified
 from fatdeploy.export.tracing.trace import traced_decoder, traced_encoder
 from fatdeploy.folders import replaced_folder
 from fatdeploy.manifest import DECODER, ENCODER, GATE, PROBES, TOKENIZER, GenerationRecord, Manifest, Provenance
+from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.defaults import options_from_record
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
-from fatdeploy.runtimes.engines.protocol import Want
 from fatdeploy.runtimes.proof.gate import write_material
-from fatdeploy.runtimes.proof.probes import write_probes
-from fatdeploy.runtimes.text.tokenizer import Tokenizer, tokenizer_from_file
-from fatdeploy.spec import ModelSpec, TensorSpec
+from fatdeploy.runtimes.proof.probes import Probe, write_probes
+from fatdeploy.runtimes.text.tokenizer import Tokenizer
+from fatdeploy.spec import ModelSpec
 from fatdeploy.targets import DEFAULT_TARGET, TARGETS, Dialect, FloatPrecision, Precision, Target, TargetRecord, either
 
 log = logging.getLogger("fatdeploy")
 
-# Shapes on which a simplified graph must equal the traced one: batch, rows per source, source, step, capacity.
-SAMPLES = ((1, 1, 1, 1, 4), (2, 3, 5, 4, 9), (3, 1, 9, 2, 12))
 RECORDED = ("fatdeploy", "torch", "onnx", "onnxscript", "onnxsim", "numpy")
 
 
@@ -66,17 +67,20 @@ Finish = Callable[[Path], None]
 class Origin:
     """Where a model comes from, as the manifest says it; ``random`` weights have nothing to lose by a quantization.
 
-    ``calibration`` and ``probes`` are the files that a quantization reads, ``generation`` is how the model decodes by
-    default.
+    ``calibration`` and ``probes`` are the files that a quantization reads. ``tokenizer`` is a tokenizer.json that needs
+    no further words; ``text`` is any other tokenizer. ``generation`` is how the model decodes by default, ``original``
+    the folder that it was imported from.
     """
 
     name: str
     licence: str | None = None
     tokenizer: Path | None = None
+    text: TextFiles | None = None
     random: bool = False
     calibration: Path | None = None
     probes: Path | None = None
     generation: GenerationRecord | None = None
+    original: Path | None = None
 
 
 def write_bundle(
@@ -96,7 +100,7 @@ def write_bundle(
     stage. ``finish`` adds what is built from the graphs, before the bundle takes its place.
     """
     exportable = exportable_model(model)
-    tokenizer = _fitting_tokenizer(origin, exportable.spec)
+    tokenizer = fitting_tokenizer(origin.tokenizer, origin.text, exportable.spec)
     if origin.generation is not None:
         options_from_record(origin.generation, exportable.spec)  # raises before anything is traced
     # TensorRT engines are built from standard graphs, and their bundle takes its target once they are there.
@@ -155,6 +159,8 @@ class Plain:
             output_matrix = with_bias(output_matrix, output_bias_of(exportable), folder)
         if self.origin.tokenizer is not None:
             shutil.copyfile(self.origin.tokenizer, folder / TOKENIZER)
+        if self.origin.text is not None:
+            self.origin.text.write(folder)
         self.stage("drawing probes from the reference")
         probes = drawn_probes(EagerEngine(exportable))
         write_probes(folder / PROBES, probes)
@@ -173,10 +179,22 @@ class Plain:
             certificate = certified(exportable, bundle, probes, self.traced, graphs)
         else:
             certificate = certified_half(exportable, bundle, probes, trained=not self.origin.random)
+        if self.origin.original is not None:
+            self.stage("comparing with the original")
+            certificate = replace(certificate, original=self._original_record(self.origin.original, bundle, probes))
         if runs_on_cuda(self.target):
             certificate = replace(certificate, cuda=cuda_record(graphs))
         write_certificate(folder, certificate)
         write_manifest(folder, manifest)
+
+    def _original_record(self, folder: Path, bundle: Bundle, probes: list[Probe]) -> OriginalRecord:
+        """Compare with the original; graphs in half precision choose other tokens, so the reference stands for them."""
+        model, generation = self.exportable, self.origin.generation
+        options = DecodeOptions() if generation is None else options_from_record(generation, model.spec)
+        if bundle.manifest.precision != "fp32":
+            return original_record(folder, model, EagerEngine(model), probes, options)
+        with closing(OrtEngine(bundle, OrtOptions(spinning=False))) as engine:
+            return original_record(folder, model, engine, probes, options)
 
 
 def write_quantized(model: Plain, plain: Bundle, folder: Path, trial: Trial) -> None:
@@ -188,6 +206,8 @@ def write_quantized(model: Plain, plain: Bundle, folder: Path, trial: Trial) -> 
         judged = quantizer.written(folder, enforced=not origin.random)
     for name in (PROBES, *([TOKENIZER] if origin.tokenizer is not None else [])):
         shutil.copyfile(plain.path / name, folder / name)
+    if origin.text is not None:
+        origin.text.write(folder)
     write_material(folder / GATE, quantizer.gate.material)
     matrix = exportable.output_matrix()
     output_matrix = None
@@ -256,21 +276,6 @@ def checked_floats(record: TargetRecord, precision: object) -> FloatPrecision:
     raise ConfigError(f"precision must be one of {either(get_args(Precision))}, found {precision!r}")
 
 
-def _fitting_tokenizer(origin: Origin, spec: ModelSpec) -> Tokenizer | None:
-    """Return the tokenizer of a model that has one; raise, before anything is traced, if a device could not use it."""
-    path = origin.tokenizer
-    if path is None:
-        return None
-    try:
-        tokenizer = tokenizer_from_file(path)
-    except BundleError as error:
-        raise CheckpointError(f"{path} is not in the format of the tokenizers package: {error}") from error
-    if tokenizer.n_tokens > spec.vocab_size:
-        counts = f"{path} has {tokenizer.n_tokens} tokens, the model {spec.vocab_size}"
-        raise CheckpointError(f"{counts}: it belongs to another model")
-    return tokenizer
-
-
 def output_bias_of(model: Exportable) -> NDArray[np.float32] | None:
     """Return what a model adds to the product with its output matrix, [V]; None if it adds nothing."""
     bias = model.output_bias()
@@ -298,7 +303,8 @@ def _written_graphs(
     stage("simplifying")
     inputs = {ENCODER: spec.encoder_inputs(), DECODER: spec.decoder_inputs(branches=dialect == "ort")}
     graphs = {
-        part: simplified(graph, second / part, _samples(spec, inputs[part], dialect)) for part, graph in traced.items()
+        part: simplified(graph, second / part, drawn_samples(spec, inputs[part], dialect))
+        for part, graph in traced.items()
     }
     return traced, graphs
 
@@ -315,6 +321,7 @@ def _manifest(model: Exportable, origin: Origin, target: TargetRecord) -> Manife
         versions=versions,
         source=Provenance(name=origin.name, sha256=weights_hash(model.inner), licence=origin.licence),
         onnxruntime=(versions["onnxruntime"], versions["onnxruntime"]),
+        text=None if origin.text is None else origin.text.record,
         settings={"top_k": model.spec.top_k, "threads": "as many as there are cores"},
         generation=origin.generation,
     )
@@ -327,32 +334,3 @@ def weights_hash(model: nn.Module) -> str:
         digest.update(name.encode())
         digest.update(tensor.detach().contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _samples(spec: ModelSpec, inputs: tuple[TensorSpec, ...], dialect: Dialect) -> list[Arrays]:
-    """Return random inputs of three shapes."""
-    samples = []
-    for seed, (batch, rows_per_source, source, step, capacity) in enumerate(SAMPLES):
-        capacity = min(capacity, spec.max_target) if dialect == "ort" else spec.max_target  # noqa: PLW2901
-        sizes = {"batch": batch, "rows": batch * rows_per_source, "capacity": capacity}
-        sizes |= {"source": min(source, spec.max_source), "step": min(step, spec.max_target)}
-        draw = np.random.default_rng(seed)
-        samples.append({tensor.name: _drawn(tensor, sizes, spec, draw) for tensor in inputs})
-    return samples
-
-
-def _drawn(tensor: TensorSpec, sizes: dict[str, int], spec: ModelSpec, draw: np.random.Generator) -> np.ndarray:
-    shape = tensor.sized(sizes)
-    if tensor == spec.want:
-        return np.array(int(Want.TOPK))
-    if tensor == spec.position:
-        return np.array(0)
-    if tensor.dtype == "bool":
-        # Right-padded: every row has its first token.
-        return np.arange(shape[-1]) < draw.integers(1, shape[-1] + 1, (*shape[:-1], 1))
-    if tensor.dtype == "int64":
-        return draw.integers(0, spec.n_source_ids if tensor == spec.source else spec.vocab_size, shape)
-    if tensor in spec.past:
-        # Sums of features are positive; a normaliser near zero would turn rounding into a difference.
-        return draw.uniform(0.5, 1.5, shape).astype(np.float32)
-    return draw.standard_normal(shape, np.float32)

@@ -219,6 +219,10 @@ class OriginalRecord:
     compared: str
     agreement: OriginalAgreement | None = None
 
+    def line(self) -> str:
+        """Return the result in one line."""
+        return f"compared with {self.compared}" if self.agreement is None else self.agreement.line()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:

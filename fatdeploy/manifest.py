@@ -6,6 +6,7 @@ from typing import Literal
 from fatdeploy.plans import Part, PlanRecord
 from fatdeploy.spec import ModelSpec
 from fatdeploy.targets import CpuClass, Dialect, Precision, Target
+from fatdeploy.text import TextRecord
 
 FORMAT = (1, 4)  # a reader takes any minor of its own major
 OUTPUT_MATRIX_SINCE = (1, 1)  # earlier manifests do not describe it
@@ -118,7 +119,8 @@ class Manifest:
     ``onnxruntime`` is the range of versions that it was verified with, ``settings`` are choices of the exporter,
     ``histograms`` count operators by graph, stage of the export and name. ``output_matrix`` is None if logits are not a
     hidden state times a matrix, ``quantization`` is None for fp32, fp16 and bf16, ``plans`` are the TensorRT engines
-    among the files, ``generation`` is None if the model came without settings for decoding.
+    among the files. ``text`` says how text becomes tokens; without it, a tokenizer.json among the files does.
+    ``generation`` is None if the model came without settings for decoding.
     """
 
     spec: ModelSpec
@@ -135,6 +137,7 @@ class Manifest:
     output_matrix: OutputMatrix | None = None
     quantization: Quantization | None = None
     plans: tuple[PlanRecord, ...] = ()
+    text: TextRecord | None = None
     generation: GenerationRecord | None = None
     files: dict[str, FileRecord] = field(default_factory=dict)
     format: tuple[int, int] = FORMAT

@@ -1,4 +1,4 @@
-"""Checks of what an application passes to a model: every reason at once, before any work."""
+"""Arguments of a model's calls, checked before any work."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,9 @@ def check_list(sources: object) -> None:
         raise ConfigError(f"generate takes a list of sources, found {sources!r}")
 
 
-def check_call(options: object, truncate: object, batch_tokens: object = 1, progress: object = None) -> None:
+def check_call(
+    options: object, truncate: object, batch_tokens: object = 1, progress: object = None, split: object = None
+) -> None:
     """Raise, with every reason, unless the arguments are what their names say."""
     reasons = []
     if not isinstance(options, DecodeOptions | None):
@@ -25,6 +27,8 @@ def check_call(options: object, truncate: object, batch_tokens: object = 1, prog
         reasons.append(f"batch_tokens must be a whole number from 1 up, found {batch_tokens!r}")
     if progress is not None and not callable(progress):
         reasons.append(f"progress must be a function of a number, found {progress!r}")
+    if split not in (None, "sentences"):
+        reasons.append(f"split must be 'sentences' or None, found {split!r}")
     if reasons:
         raise ConfigError(in_one_line("call refused", reasons))
 

@@ -4,11 +4,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from fatdeploy.bundle import Bundle, read_bundle
 from fatdeploy.certificate import Certificate, CpuCheck, HalfParity, read_certificate
-from fatdeploy.manifest import DECODER, EMBEDDING, ENCODER, PARITY, GenerationRecord, Quantization
+from fatdeploy.manifest import DECODER, EMBEDDING, ENCODER, PARITY, GenerationRecord, Manifest, Quantization
 from fatdeploy.records import json_from_record, shown
 from fatdeploy.spec import ModelSpec, TensorSpec
 from fatdeploy.tables import aligned
@@ -68,6 +69,8 @@ class Inspection:
         """Yield sections for a human."""
         yield from ["Bundle", *aligned(_bundle_rows(self), indent=2), ""]
         yield from ["Model", *aligned(_model_rows(self.bundle.spec), indent=2), ""]
+        if rows := list(_text_rows(self.bundle.manifest)):
+            yield from ["Text", *aligned(rows, indent=2), ""]
         if (generation := self.bundle.manifest.generation) is not None:
             yield from ["Default options", *aligned(_generation_rows(generation), indent=2), ""]
         for name, graph in self.graphs.items():
@@ -116,6 +119,22 @@ def _model_rows(spec: ModelSpec) -> Iterator[tuple[str, ...]]:
     yield "best tokens", str(spec.top_k)
     if spec.alignment is not None:
         yield "alignments", f"cross-attention of layer {spec.alignment.layer}"
+
+
+def _text_rows(manifest: Manifest) -> Iterator[tuple[str, ...]]:
+    text = manifest.text
+    if text is None:
+        return
+    yield "tokenizer", text.kind.replace("_", ".") + (f" ({', '.join(text.files)})" if text.files else "")
+    if (conversion := text.conversion) is not None:
+        counts = f"{conversion.different_ids} with other tokens, {conversion.different_texts} with another text"
+        yield "converted", f"of {conversion.texts} texts {counts}"
+    if text.languages is None:
+        return
+    defaults = {"source": text.languages.default_source, "target": text.languages.default_target}
+    yield "defaults", ", ".join(f"{side} {code or 'none'}" for side, code in defaults.items())
+    lines = wrap(" ".join(sorted(text.languages.ids)), 88, break_long_words=False, break_on_hyphens=False)
+    yield from ((f"languages ({len(text.languages.ids)})" if line is lines[0] else "", line) for line in lines)
 
 
 def _generation_rows(generation: GenerationRecord) -> Iterator[tuple[str, ...]]:

@@ -2,58 +2,54 @@
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Literal
 
 from fatdeploy.bundle import Bundle, read_bundle
-from fatdeploy.errors import BackendUnavailable, BundleError, ConfigError, SpecMismatch
-from fatdeploy.manifest import TOKENIZER
+from fatdeploy.errors import SpecMismatch
 from fatdeploy.runtimes.call_checks import check_call, check_list, check_streamed
 from fatdeploy.runtimes.closing import ClosedOnExit
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.loop import Decoding
 from fatdeploy.runtimes.decoding.options import OPTIONS, DecodeOptions
 from fatdeploy.runtimes.decoding.prompts import PrefixIds, Prompt, check_count, prompts_of, reasons_against
-from fatdeploy.runtimes.decoding.sources import CheckedSources, batches_of, checked_sources, row_of, wrong_source
+from fatdeploy.runtimes.decoding.sources import CheckedSources, batches_of, wrong_source
 from fatdeploy.runtimes.decoding.stops import cut_text
 from fatdeploy.runtimes.decoding.streaming import Deltas, Stream
 from fatdeploy.runtimes.defaults import changed_options, check_names, default_options, within_room
 from fatdeploy.runtimes.engines.opening import most_sources_of, opened_engine
 from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
 from fatdeploy.runtimes.engines.protocol import Engine
+from fatdeploy.runtimes.text.languages import (
+    DEFAULT_PAIR,
+    LanguageCodes,
+    LanguagePair,
+    checked_pairs,
+    grouped_rows,
+    named_prefix,
+)
 from fatdeploy.runtimes.text.prefixes import Prefix, check_reading_order, ids_of_prefix
-from fatdeploy.runtimes.text.tokenizer import Encoded, Tokenizer, tokenizer_from_file
-from fatdeploy.runtimes.text.tokenizer_json import UNK
-from fatdeploy.spec import ModelSpec, Tokens
+from fatdeploy.runtimes.text.source_reader import (
+    ReadDocument,
+    ReadSource,
+    Source,
+    SourceReader,
+    check_documents,
+    flattened,
+    joined,
+)
+from fatdeploy.spec import ModelSpec
 from fatdeploy.targets import TARGETS, Provider
 
 # Default number of positions, of sources and targets, in one batch: many more are not faster, and take memory.
 BATCH_TOKENS = 8192
 
-# How many unknown characters a warning names; the others are counted.
-MOST_NAMED = 10
 
 log = logging.getLogger("fatdeploy")
-
-
-@dataclass(frozen=True, eq=False)
-class ReadSource:
-    """The tokens of a source, how many were cut off, the characters without a token, and a prefix of its own."""
-
-    ids: NDArray[np.generic]
-    dropped: int = 0
-    unknown: tuple[str, ...] = ()
-    prefix: PrefixIds | None = None
-
-
-Source = str | Sequence[int] | Tokens | ReadSource
 
 
 def load(
@@ -89,7 +85,8 @@ class Model(ClosedOnExit):
         self.bundle = bundle
         self._engine = engine
         self._most_sources = most_sources_of(engine)
-        self._tokenizer = _tokenizer_of(bundle)
+        self._reader = SourceReader(bundle)
+        self._tokenizer = self._reader.tokenizer
         self.options = default_options(bundle)
 
     @property
@@ -99,11 +96,14 @@ class Model(ClosedOnExit):
 
     def generate(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[Source | ReadDocument],
         options: DecodeOptions | None = None,
         *,
         prefixes: Sequence[Prefix | None] | None = None,
         truncate: bool = False,
+        source_language: LanguageCodes = None,
+        target_language: LanguageCodes = None,
+        split: Literal["sentences"] | None = None,
         batch_tokens: int = BATCH_TOKENS,
         progress: Callable[[int], None] | None = None,
         **changes: Any,
@@ -114,39 +114,53 @@ class Model(ClosedOnExit):
         DecodeOptions and change either: ``generate(sources, num_beams=1)``.
 
         ``prefixes`` begin the targets, one per source: text, token ids, or None for the prefix of the options. Sources
-        whose prefixes differ in length are decoded together. A source longer than ``max_source`` is an error before
+        whose prefixes differ in length are decoded together. ``source_language`` and ``target_language`` are codes, for
+        all sources or one per source; ``inspect`` lists them. With ``split="sentences"`` each text is decoded sentence
+        by sentence and has one result, in the lines of the text. A source longer than ``max_source`` is an error before
         anything is decoded; with ``truncate`` it is cut, and ``dropped`` says by how much. Sources of similar lengths
         are decoded together, longest first, in batches of at most ``batch_tokens`` positions, which changes no result.
         ``progress`` is called after each batch with its number of sources. Sources whose batch had not started when
         ``timeout_s`` ran out are ``cancelled`` without a token. Unknown characters are logged as one warning per call.
         """
-        check_call(options, truncate, batch_tokens, progress)
+        check_call(options, truncate, batch_tokens, progress, split)
         check_list(sources)
         options, _ = self._resolved(options, changes)
         deadline = None if options.timeout_s is None else monotonic() + options.timeout_s
-        readable = self._readable(sources, truncate)
+        sources = list(sources)
+        pairs = checked_pairs(self._reader.languages, len(sources), source_language, target_language)
+        if split is not None:
+            sources = [self._document(text, pair, truncate) for text, pair in zip(sources, pairs, strict=True)]
+            pairs = [DEFAULT_PAIR] * len(sources)
+        check_documents(sources, options, prefixes)
+        flat, flat_pairs = flattened(sources, pairs)
+        readable = self._reader.readable(flat, flat_pairs, truncate=truncate) if flat or not sources else []
         prompts = self._prompts(prefixes, readable, options)
         results = [Hypothesis((), "cancelled")] * len(readable)
-        positions = [prompt.end - 1 for prompt in prompts]
-        lengths = [len(source.ids) for source in readable]
-        rows_per_source = options.rows_per_source(self.spec)
-        for batch in batches_of(lengths, rows_per_source, positions, batch_tokens, self._most_sources):
+        for own, rows in self._batches(readable, prompts, options, batch_tokens):
             if deadline is not None and monotonic() >= deadline:
                 break
-            chosen = [readable[index] for index in batch], [prompts[index].prefix for index in batch]
-            with self._decoding(*chosen, options, deadline) as decoding:
+            chosen = [readable[row] for row in rows], [prompts[row].prefix for row in rows]
+            with self._decoding(*chosen, own, deadline) as decoding:
                 hypotheses = decoding.run()
-            for index, hypothesis in zip(batch, hypotheses, strict=True):
-                results[index] = hypothesis
+            for row, hypothesis in zip(rows, hypotheses, strict=True):
+                results[row] = hypothesis
             if progress is not None:
-                progress(len(batch))
-        return [
+                progress(len(rows))
+        completed = [
             self._completed(result, source, options, prompt.prefix)
             for result, source, prompt in zip(results, readable, prompts, strict=True)
         ]
+        return joined(sources, completed)
 
     def stream(
-        self, source: Source, options: DecodeOptions | None = None, *, truncate: bool = False, **changes: Any
+        self,
+        source: Source,
+        options: DecodeOptions | None = None,
+        *,
+        truncate: bool = False,
+        source_language: str | None = None,
+        target_language: str | None = None,
+        **changes: Any,
     ) -> Stream:
         """Return the best target of one source in pieces, each as soon as it is certain: events to iterate over.
 
@@ -160,8 +174,11 @@ class Model(ClosedOnExit):
         check_call(options, truncate)
         options, _ = self._resolved(options, changes)
         check_streamed(options)
-        [readable] = self._readable([source], truncate)
+        languages = self._reader.languages
+        pairs = checked_pairs(languages, 1, source_language, target_language)
+        [readable] = self._reader.readable([source], pairs, truncate=truncate)
         prefix = self._prompts(None, [readable], options)[0].prefix
+        [(options, _)] = grouped_rows(languages, [readable.pair], options)
         return Stream(
             partial(self._decoding, [readable], [prefix], options),
             Deltas(options.stop, self._tokenizer),
@@ -180,29 +197,68 @@ class Model(ClosedOnExit):
         check_names(changes)
         return replace(options, **changes)
 
-    def refusal(self, source: Source, *, truncate: bool = False) -> str:
+    def refusal(
+        self,
+        source: Source,
+        *,
+        truncate: bool = False,
+        source_language: str | None = None,
+        target_language: str | None = None,
+    ) -> str:
         """Return why ``generate`` would refuse a source; empty if it would not."""
-        return wrong_source(self._tokenized(source, truncate).ids, self.spec)
+        [pair] = checked_pairs(self._reader.languages, 1, source_language, target_language)
+        return wrong_source(self._reader.tokenized(source, pair, truncate=truncate).ids, self.spec)
 
-    def read(self, source: Source, *, truncate: bool = False, prefix: Prefix | None = None) -> ReadSource:
+    def read(
+        self,
+        source: Source,
+        *,
+        truncate: bool = False,
+        prefix: Prefix | None = None,
+        source_language: str | None = None,
+        target_language: str | None = None,
+    ) -> ReadSource:
         """Return a source in the form that ``generate`` and ``stream`` neither tokenise nor check again.
 
         A ``prefix`` belongs to the source: its targets begin with it. A source that they would refuse is a SpecMismatch
         whose message is the reason alone.
         """
-        tokenized = self._tokenized(source, truncate)
+        [pair] = checked_pairs(self._reader.languages, 1, source_language, target_language)
+        tokenized = self._reader.tokenized(source, pair, truncate=truncate)
         if reason := wrong_source(tokenized.ids, self.spec):
             raise SpecMismatch(reason)
         if prefix is None:
             return tokenized
-        ids = ids_of_prefix(prefix, self.spec, self._needed_tokenizer)
+        ids = ids_of_prefix(prefix, self.spec, self._reader.needed_tokenizer)
         if reasons := reasons_against(ids, DecodeOptions(), self.spec):
             raise SpecMismatch("; ".join(reasons))
         return replace(tokenized, prefix=ids)
 
+    def read_document(
+        self,
+        text: str,
+        *,
+        truncate: bool = False,
+        source_language: str | None = None,
+        target_language: str | None = None,
+    ) -> ReadDocument:
+        """Return a text cut into sentences: ``generate`` decodes them in its batches and joins their targets.
+
+        Line breaks, empty lines and the blanks at the beginning of lines stay as they are.
+        """
+        [pair] = checked_pairs(self._reader.languages, 1, source_language, target_language)
+        return self._document(text, pair, truncate)
+
     def close(self) -> None:
         """Close the engine; the model cannot be used afterwards."""
         self._engine.close()
+
+    def _document(self, text: object, pair: LanguagePair, truncate: bool) -> ReadDocument:
+        document = self._reader.document(text, pair, truncate=truncate)
+        for sentence, row in zip(document.layout.sentences, document.sentences, strict=True):
+            if reason := wrong_source(row.ids, self.spec):
+                raise SpecMismatch(f"sentence {sentence[:40]!r}: {reason}")
+        return document
 
     def _resolved(self, options: DecodeOptions | None, changes: dict[str, Any]) -> tuple[DecodeOptions, int]:
         """Return options whose prefix is tokens, and the limit of new tokens; refuse what the model cannot do."""
@@ -213,7 +269,7 @@ class Model(ClosedOnExit):
             "stop": any(isinstance(stop, str) for stop in options.stop),
         }
         texts = [name for name, is_text in are_texts.items() if is_text]
-        tokenizer = self._needed_tokenizer() if texts else None
+        tokenizer = self._reader.needed_tokenizer() if texts else None
         if texts:
             check_reading_order(" and ".join(texts), self.spec)
         if tokenizer is not None and isinstance(options.prefix, str):
@@ -225,36 +281,29 @@ class Model(ClosedOnExit):
         self, prefixes: Sequence[Prefix | None] | None, sources: Sequence[ReadSource], options: DecodeOptions
     ) -> list[Prompt]:
         """Return a prompt per source; a prefix that was read with its source is its own."""
+        own: Sequence[PrefixIds | None] = [source.prefix for source in sources]
         if prefixes is not None:
             check_count(prefixes, len(sources))
-            ids = [
-                None if prefix is None else ids_of_prefix(prefix, self.spec, self._needed_tokenizer)
+            own = [
+                None if prefix is None else ids_of_prefix(prefix, self.spec, self._reader.needed_tokenizer)
                 for prefix in prefixes
             ]
-            sources = [replace(source, prefix=prefix) for source, prefix in zip(sources, ids, strict=True)]
-        return prompts_of(options, self.spec, [source.prefix for source in sources], len(sources))
+        named = [
+            named_prefix(self._reader.languages, source.pair, prefix, options)
+            for source, prefix in zip(sources, own, strict=True)
+        ]
+        return prompts_of(options, self.spec, named, len(sources))
 
-    def _readable(self, sources: Iterable[Source], truncate: bool) -> list[ReadSource]:
-        """Return sources that the model can read; log one warning about cuts and one about unknown characters."""
-        sources = list(sources)
-        readable = [self._tokenized(source, truncate) for source in sources]
-        if not sources or not all(isinstance(source, ReadSource) for source in sources):
-            checked_sources([source.ids for source in readable], self.spec)
-        dropped = [source.dropped for source in readable]
-        if any(dropped):
-            log.warning("sources cut to max_source = %d: tokens dropped %s", self.spec.max_source, dropped)
-        if unknown := list(dict.fromkeys(character for source in readable for character in source.unknown)):
-            _warn_of_unknown(unknown)
-        return readable
-
-    def _tokenized(self, source: Source, truncate: bool) -> ReadSource:
-        """Return the tokens of a source, cut if ``truncate``, before any check."""
-        if isinstance(source, ReadSource):
-            return source
-        encoded = self._needed_tokenizer().encoded(source) if isinstance(source, str) else Encoded(row_of(source))
-        # A copy: a stream reads it later, and the caller may change the array.
-        ids = np.array(encoded.cut(self.spec.max_source) if truncate else encoded.ids)
-        return ReadSource(ids, encoded.ids.size - ids.size, encoded.unknown)
+    def _batches(
+        self, sources: Sequence[ReadSource], prompts: Sequence[Prompt], options: DecodeOptions, batch_tokens: int
+    ) -> Iterator[tuple[DecodeOptions, list[int]]]:
+        """Yield the rows that decode together, with the options of their language."""
+        rows_per_source = options.rows_per_source(self.spec)
+        for own, rows in grouped_rows(self._reader.languages, [source.pair for source in sources], options):
+            lengths = [len(sources[row].ids) for row in rows]
+            positions = [prompts[row].end - 1 for row in rows]
+            for batch in batches_of(lengths, rows_per_source, positions, batch_tokens, self._most_sources):
+                yield own, [rows[index] for index in batch]
 
     def _decoding(
         self,
@@ -287,35 +336,6 @@ class Model(ClosedOnExit):
             return text
         stops = [stop for stop in options.stop if isinstance(stop, str)]
         return cut_text(text, stops, len(self._tokenizer.text(tuple(prefix))))
-
-    def _needed_tokenizer(self) -> Tokenizer:
-        if TOKENIZER not in self.bundle.manifest.files:
-            raise ConfigError(f"{self.bundle.path} has no {TOKENIZER}: pass token ids, not text (fatdeploy run --ids)")
-        # None without the package: reading the file again raises the error that says what to install.
-        return self._tokenizer or tokenizer_from_file(self.bundle.file(TOKENIZER))
-
-
-def _tokenizer_of(bundle: Bundle) -> Tokenizer | None:
-    """Return the tokenizer of a bundle; ids need none, so a missing package is not an error yet."""
-    if TOKENIZER not in bundle.manifest.files:
-        return None
-    try:
-        tokenizer = tokenizer_from_file(bundle.file(TOKENIZER))
-    except BackendUnavailable as error:
-        log.info("%s", error)
-        return None
-    n_tokens, vocab_size = tokenizer.n_tokens, bundle.spec.vocab_size
-    if n_tokens > vocab_size:
-        raise BundleError(
-            f"{bundle.file(TOKENIZER)} has {n_tokens} tokens, the model {vocab_size}: it belongs to another model"
-        )
-    return tokenizer
-
-
-def _warn_of_unknown(characters: Sequence[str]) -> None:
-    more = f" and {len(characters) - MOST_NAMED} more" if len(characters) > MOST_NAMED else ""
-    named = ", ".join(map(repr, characters[:MOST_NAMED]))
-    log.warning("unknown characters are read as %s: %s%s", UNK, named, more)
 
 
 def _warn_of_version(bundle: Bundle, version: str) -> None:

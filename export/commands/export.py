@@ -190,6 +190,8 @@ def export(
         click.echo(json.dumps({"bundle": str(out), "bytes": bundle.total_bytes, **certificate.as_dict()}))
         return
     click.echo(f"{out}: {bundle.total_bytes / 1e6:.1f} MB; {certificate.parity.line()}")
+    if certificate.original is not None:
+        click.echo(f"{out}: {certificate.original.line()}")
     if certificate.gate is not None:
         click.echo(f"{out}: {certificate.gate.line(bundle.manifest.precision)}")
     for line in engine_lines(bundle):

@@ -7,13 +7,17 @@ from typing import Any
 import numpy as np
 
 from fatdeploy.bundle import Bundle
-from fatdeploy.certificate import LogitAgreement
+from fatdeploy.certificate import LogitAgreement, OriginalRecord
 from fatdeploy.errors import SpecMismatch, in_one_line
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.models.exportable import Choices, Exportable, exportable_model
 from fatdeploy.export.models.loading import model_from_source
+from fatdeploy.export.proof.original import original_record
+from fatdeploy.manifest import PROBES
+from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.engines.protocol import Engine
 from fatdeploy.runtimes.proof.lockstep import compared, logit_agreement
+from fatdeploy.runtimes.proof.probes import read_probes
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 BATCH, NEW_TOKENS = 8, 48
@@ -25,13 +29,21 @@ Watched = Callable[[Batches], AbstractContextManager[Iterable[tuple[Tokens, Mask
 
 def compared_with_model(
     bundle: Bundle, engine: Engine[Any], source: str, count: int, seed: int, watched: Watched
-) -> LogitAgreement:
-    """Compare a bundle with the model that it was exported from; a miss is ParityFailed."""
-    model, _ = model_from_source(source)
-    reference = EagerEngine(_like(bundle.spec, exportable_model(model), source))
+) -> tuple[LogitAgreement, OriginalRecord | None]:
+    """Compare a bundle with the model that it was exported from; a miss is ParityFailed.
+
+    An imported model is compared with its original as well, on the bundle's probes.
+    """
+    model, origin = model_from_source(source)
+    exportable = _like(bundle.spec, exportable_model(model), source)
+    reference = EagerEngine(exportable)
     steps = min(NEW_TOKENS, bundle.spec.max_target)
     with watched(list(drawn_batches(bundle.spec, count, seed))) as batches:
-        return logit_agreement([compared(engine, reference, ids, mask, steps) for ids, mask in batches])
+        agreement = logit_agreement([compared(engine, reference, ids, mask, steps) for ids, mask in batches])
+    if origin.original is None:
+        return agreement, None
+    probes = read_probes(bundle.file(PROBES))
+    return agreement, original_record(origin.original, exportable, engine, probes, DecodeOptions())
 
 
 def _like(spec: ModelSpec, model: Exportable, source: str) -> Exportable:

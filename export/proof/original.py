@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fatdeploy.certificate import GenerateAgreement, OriginalAgreement
+from fatdeploy.certificate import GenerateAgreement, OriginalAgreement, OriginalRecord
 from fatdeploy.errors import ParityFailed
+from fatdeploy.export.models.exportable import Exportable
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.loop import decode
@@ -78,6 +79,18 @@ def opened_original(folder: Path) -> Original:
     with _quiet():
         model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
     return Original(model.eval(), importlib.metadata.version(PACKAGE))
+
+
+def original_record(
+    folder: Path, model: Exportable, engine: Engine[Any], probes: Sequence[Probe], options: DecodeOptions
+) -> OriginalRecord:
+    """Return what a comparison with the original showed, or why there was none; a miss is ParityFailed."""
+    if not is_installed():
+        return OriginalRecord(f"nothing: {PACKAGE} is not installed, so fatdeploy's own reading of the folder counts")
+    if not isinstance(model.inner, ReferenceModel):
+        raise ParityFailed(f"{folder} was not imported: only imported models have an original")
+    agreement = compared_with_original(folder, model.inner, engine, probes, options)
+    return OriginalRecord(f"{PACKAGE} {agreement.versions[PACKAGE]}", agreement)
 
 
 def compared_with_original(

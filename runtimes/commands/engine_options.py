@@ -18,6 +18,11 @@ spinning_option = click.option(
 truncate_option = click.option(
     "--truncate", is_flag=True, help="Cut sources that are too long instead of refusing them."
 )
+split_option = click.option(
+    "--split",
+    type=click.Choice(["sentences"]),
+    help="Cut each text into sentences, decode them on their own and join the results; lines stay as they are.",
+)
 batch_tokens_option = click.option(
     "--batch-tokens",
     default=8192,
@@ -25,6 +30,17 @@ batch_tokens_option = click.option(
     type=click.IntRange(1),
     help="Positions to decode together: targets times the lengths of source and target. Changes no result.",
 )
+
+
+def language_options(command: Command) -> Command:
+    """Add the options that name languages."""
+    for side in ("target", "source"):
+        command = click.option(
+            f"--{side}-language",
+            metavar="CODE",
+            help=f"Language of the {side}s, for a model with languages (fatdeploy inspect lists them).",
+        )(command)
+    return command
 
 
 class EngineArguments(TypedDict):

@@ -15,6 +15,7 @@ from fatdeploy.runtimes.commands.decode_options import decode_options, popped_ch
 from fatdeploy.runtimes.commands.engine_options import (
     batch_tokens_option,
     engine_options,
+    language_options,
     popped_engine_arguments,
     truncate_option,
 )
@@ -68,6 +69,7 @@ Examples:
   fatdeploy eval my-model test.tsv --beams 5 --metric bleu,chrf --json
   fatdeploy eval my-g2p test.tsv --metric token_error_rate --ignore '[0-2]'
   fatdeploy eval my-model test.tsv --limit 200 --output targets.tsv
+  fatdeploy eval my-nllb en-de.tsv --source-language eng_Latn --target-language deu_Latn
   fatdeploy eval my-model ids.tsv --ids
 """,
 )
@@ -93,6 +95,7 @@ Examples:
 )
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Evaluate only the first N sources.")
 @truncate_option
+@language_options
 @decode_options("num_beams", "length_penalty", "max_new_tokens")
 @batch_tokens_option
 @click.option(
@@ -111,6 +114,8 @@ def eval(  # noqa: A001 - the name of the command
     as_ids: bool,
     limit: int | None,
     truncate: bool,
+    source_language: str | None,
+    target_language: str | None,
     batch_tokens: int,
     output: Path | None,
     as_json: bool,
@@ -131,6 +136,7 @@ def eval(  # noqa: A001 - the name of the command
         scores_of,
     )
     from fatdeploy.runtimes.model import load
+    from fatdeploy.runtimes.text.languages import LanguagePair
 
     names = chosen_metrics(names, as_ids, ignored)
     check_output(output, pairs)
@@ -142,10 +148,17 @@ def eval(  # noqa: A001 - the name of the command
         if as_ids:
             lines = pairs_of_ids(lines, pairs, model.spec)
         examples = examples_from_pairs(lines, limit, as_ids=as_ids)
-        check_examples(model, examples, pairs, truncate=truncate)
+        languages = LanguagePair(source_language, target_language)
+        check_examples(model, examples, pairs, truncate=truncate, pair=languages)
         with progress_bar(range(len(examples)), "decoding", show_pos=True) as bar:
             results = decoded(
-                model, examples, options, truncate=truncate, batch_tokens=batch_tokens, progress=bar.update
+                model,
+                examples,
+                options,
+                truncate=truncate,
+                pair=languages,
+                batch_tokens=batch_tokens,
+                progress=bar.update,
             )
     scores = scores_of(results.texts, examples, names, ignored)
     report = {"bundle": str(bundle), "pairs": str(pairs), **report_of(results, examples, scores)}

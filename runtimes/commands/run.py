@@ -16,7 +16,9 @@ from fatdeploy.runtimes.commands.decode_options import decode_options, popped_ch
 from fatdeploy.runtimes.commands.engine_options import (
     batch_tokens_option,
     engine_options,
+    language_options,
     popped_engine_arguments,
+    split_option,
     truncate_option,
 )
 from fatdeploy.runtimes.commands.progress import progress_bar
@@ -29,11 +31,12 @@ if TYPE_CHECKING:
     from click._termui_impl import ProgressBar
 
     from fatdeploy.runtimes.decoding.hypothesis import Finish, Hypothesis
-    from fatdeploy.runtimes.model import Model, ReadSource
+    from fatdeploy.runtimes.model import Model
 
 log = logging.getLogger("fatdeploy")
 
 Item = TypeVar("Item")
+AnyRead = TypeVar("AnyRead")
 
 
 @click.command(
@@ -44,6 +47,8 @@ Examples:
   fatdeploy run my-model --sample --temperature 0.8 --top-p 0.9 --seed 7 "a text"
   fatdeploy run my-model --stream --stop "." "a text"
   fatdeploy run my-model --json < texts.txt > results.jsonl
+  fatdeploy run my-nllb --source-language eng_Latn --target-language deu_Latn "Hello."
+  fatdeploy run my-model --split sentences < document.txt
   fatdeploy run my-model --json-lines --json < sources.jsonl > results.jsonl
   fatdeploy run my-model --ids --max-new-tokens 12 "17 42 9" "7 8"
 """
@@ -58,6 +63,8 @@ Examples:
     "A line without a prefix gets that of --prefix.",
 )
 @truncate_option
+@split_option
+@language_options
 @click.option(
     "--batch-size", default=64, show_default=True, type=click.IntRange(1), help="Number of sources to read at a time."
 )
@@ -78,6 +85,9 @@ def run(
     as_ids: bool,
     json_lines: bool,
     truncate: bool,
+    split: str | None,
+    source_language: str | None,
+    target_language: str | None,
     batch_size: int,
     batch_tokens: int,
     stream: bool,
@@ -100,6 +110,10 @@ def run(
         raise click.UsageError("--stream writes targets alone: add --json to combine it with --scores or --alignments")
     if json_lines and texts:
         raise click.UsageError("--json-lines reads standard input: leave out the texts, or the option")
+    if split and (stream or scores or alignments or as_ids or json_lines):
+        raise click.UsageError(
+            "--split joins the texts of sentences: leave out --stream, --scores, --alignments, --ids and --json-lines"
+        )
     engine = popped_engine_arguments(arguments)
     begin, changes = popped_changes(arguments, as_ids=as_ids)
     changes |= {"scores": True} if scores else {}
@@ -107,8 +121,10 @@ def run(
         if alignments and model.spec.alignment is None:
             raise ConfigError(f"{bundle} has no alignments: export it again with --attention LAYER")
         options = model.options_with(begin, **changes)
-        output = Output(as_json, options.num_return_sequences > 1, scores, alignments)
-        sources = checked(model, read_lines(texts, as_ids=as_ids, json_lines=json_lines), truncate)
+        output = Output(as_json, options.num_return_sequences > 1, scores, alignments, keeps_lines=split is not None)
+        languages: Any = {"source_language": source_language, "target_language": target_language}
+        read = partial(read_line, model, split=split, truncate=truncate, **languages)
+        sources = checked(read, read_lines(texts, as_ids=as_ids, json_lines=json_lines))
         if stream:
             finishes = Counter(
                 output.write_stream(line, model.stream(readable, begin, **changes)) for line, readable in sources
@@ -116,7 +132,8 @@ def run(
         else:
             # Lines typed by hand are answered one by one.
             size = 1 if not texts and sys.stdin.isatty() else batch_size
-            with decoding_bar(len(texts)) as bar:
+            # The number of sentences is not known before they are read.
+            with decoding_bar(0 if split else len(texts)) as bar:
                 generate = partial(
                     model.generate, options=begin, batch_tokens=batch_tokens, progress=bar.update, **changes
                 )
@@ -129,8 +146,8 @@ def run(
 
 
 def write_batches(
-    source_batches: "Iterable[list[tuple[Line, ReadSource]]]",
-    generate: "Callable[[list[ReadSource]], list[Hypothesis]]",
+    source_batches: Iterable[list[tuple[Line, AnyRead]]],
+    generate: "Callable[[list[AnyRead]], list[Hypothesis]]",
     output: Output,
 ) -> "Iterator[Finish]":
     """Write the results of each batch as soon as they are ready; yield how each target finished."""
@@ -168,11 +185,18 @@ def numbered_lines(stream: Iterable[bytes]) -> Iterator[tuple[str, str]]:
             raise ConfigError(f"line {number}: expected UTF-8, found byte {line[error.start]:#04x}") from error
 
 
-def checked(model: "Model", lines: Iterable[tuple[str, Line]], truncate: bool) -> "Iterator[tuple[Line, ReadSource]]":
+def read_line(model: "Model", line: Line, *, split: str | None, **reading: Any) -> Any:
+    """Return what the model reads of a line: a source, or the sentences of a text."""
+    if split is None:
+        return model.read(line.source, prefix=line.prefix, **reading)
+    return model.read_document(str(line.source), **reading)
+
+
+def checked(read: Callable[[Line], AnyRead], lines: Iterable[tuple[str, Line]]) -> Iterator[tuple[Line, AnyRead]]:
     """Yield each line and what the model reads; an error names the place of the first that it cannot read."""
     for place, line in lines:
         try:
-            readable = model.read(line.source, truncate=truncate, prefix=line.prefix)
+            readable = read(line)
         except SpecMismatch as error:
             raise ConfigError(f"{place}: {error}") from error
         yield line, readable

@@ -28,6 +28,7 @@ class Output:
     n_best: bool = False
     scores: bool = False
     alignments: bool = False
+    keeps_lines: bool = False
 
     def lines(self, number: int, line: Line, result: "Hypothesis") -> Iterator[str]:
         """Yield the lines of a source's results; ``number`` counts sources from 0."""
@@ -77,7 +78,7 @@ class Output:
             yield str(number)
         if self.scores:
             yield "" if hypothesis.score is None else f"{hypothesis.score:.4f}"
-        yield plain_text(hypothesis)
+        yield (hypothesis.text or "") if self.keeps_lines else plain_text(hypothesis)
         if self.alignments:
             yield aligned_pairs(hypothesis)
 

@@ -17,6 +17,7 @@ Examples:
   fatdeploy verify my-model
   fatdeploy verify my-model --threads 1 --json
   fatdeploy verify my-model --against my-checkpoint --n 200 --seed 7
+  fatdeploy verify zh-en --against ./opus-mt-zh-en
   fatdeploy verify my-model.bf16 --emulated
 """
 )
@@ -56,6 +57,7 @@ def verify(
     bar on this CPU as well. In every precision a row of a batch must get what it gets alone.
 
     With --against, a token that the reference itself decides by no more than the noise of fp32 is a tie, counted apart.
+    A Hugging Face folder is also compared with transformers itself, its logits and its generate, where it is installed.
     """
     import fatdeploy
     from fatdeploy.runtimes.proof.verify import LiveModel
@@ -74,3 +76,5 @@ def verify(
     click.echo(f"{bundle}: {verification.line()}")
     if verification.against is not None:
         click.echo(f"{bundle} against {against}: {verification.against.line()}")
+    if verification.original is not None:
+        click.echo(f"{bundle} against the original: {verification.original.line()}")

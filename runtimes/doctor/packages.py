@@ -31,6 +31,7 @@ PACKAGES = (
     TENSORRT_RTX,
     CUDA_PYTHON,
     Package("tokenizers", "tokenizers", "text", "text in and out"),
+    Package("sentencepiece", "sentencepiece", "sentencepiece", "text of Marian, M2M100 and their like"),
     Package("sacrebleu", "sacrebleu", "eval", "BLEU and chrF"),
     Package("torch", "torch", "export", "export: the original model"),
     Package("onnx", "onnx", "export", "export: write graphs"),

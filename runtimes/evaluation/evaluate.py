@@ -15,6 +15,8 @@ from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.evaluation.metrics import METRICS, Score
 from fatdeploy.runtimes.model import BATCH_TOKENS, Model
+from fatdeploy.runtimes.text.languages import DEFAULT_PAIR, LanguagePair
+from fatdeploy.runtimes.text.reading import text_record
 from fatdeploy.runtimes.text.token_ids import PlainSource, ids_from_text
 from fatdeploy.spec import ModelSpec
 
@@ -76,15 +78,24 @@ def pairs_of_ids(pairs: Sequence[Pair], path: Path, spec: ModelSpec) -> list[Pai
     return id_pairs
 
 
-def check_examples(model: Model, examples: Sequence[EvaluationSource], path: Path, *, truncate: bool = False) -> None:
-    """Raise with every source that the model cannot read."""
-    if any(isinstance(example.source, str) for example in examples) and TOKENIZER not in model.bundle.manifest.files:
+def check_examples(
+    model: Model,
+    examples: Sequence[EvaluationSource],
+    path: Path,
+    *,
+    truncate: bool = False,
+    pair: LanguagePair = DEFAULT_PAIR,
+) -> None:
+    """Raise with every source that the model cannot read in its languages."""
+    if any(isinstance(example.source, str) for example in examples) and text_record(model.bundle.manifest) is None:
         raise ConfigError(
             f"{model.bundle.path} has no {TOKENIZER}: pass a file with token ids in both columns, and --ids"
         )
     wrong = []
     for example in examples:
-        reason = model.refusal(example.source, truncate=truncate)
+        reason = model.refusal(
+            example.source, truncate=truncate, source_language=pair.source, target_language=pair.target
+        )
         if reason:
             wrong.append(f"source {reason} at line {example.line}")
     if wrong:
@@ -97,13 +108,22 @@ def decoded(
     options: DecodeOptions,
     *,
     truncate: bool = False,
+    pair: LanguagePair = DEFAULT_PAIR,
     batch_tokens: int = BATCH_TOKENS,
     progress: Callable[[int], None] | None = None,
 ) -> DecodedSources:
     """Return the model's target of every source."""
     sources = [example.source for example in examples]
     start = perf_counter()
-    results = model.generate(sources, options, truncate=truncate, batch_tokens=batch_tokens, progress=progress)
+    results = model.generate(
+        sources,
+        options,
+        truncate=truncate,
+        source_language=pair.source,
+        target_language=pair.target,
+        batch_tokens=batch_tokens,
+        progress=progress,
+    )
     seconds = perf_counter() - start
     return DecodedSources(
         [_target_column(result, source) for result, source in zip(results, sources, strict=True)],

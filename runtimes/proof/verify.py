@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fatdeploy.bundle import Bundle, read_bundle
-from fatdeploy.certificate import LogitAgreement, Parity, TokenAgreement, read_certificate
+from fatdeploy.certificate import LogitAgreement, OriginalRecord, Parity, TokenAgreement, read_certificate
 from fatdeploy.errors import ConfigError, ParityFailed
 from fatdeploy.exporter import exporter
 from fatdeploy.manifest import PARITY, PROBES
@@ -73,17 +73,19 @@ class Verification:
     """A bundle that keeps the promise of its certificate on this machine.
 
     ``result`` is a ``Parity`` for fp32, a ``HalfCheck`` for fp16 and bf16, a ``GateCheck`` for int8 and int4.
-    ``against`` is the comparison with the live model, where one was asked for.
+    ``against`` is the comparison with the live model, where one was asked for, and ``original`` that with the model it
+    was imported from.
     """
 
     bundle: Bundle
     result: Parity | HalfCheck | GateCheck
     against: LogitAgreement | None = None
+    original: OriginalRecord | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the numbers as JSON values."""
-        live = {} if self.against is None else {"against": asdict(self.against)}
-        return asdict(self.result) | live
+        others = {"against": self.against, "original": self.original}
+        return asdict(self.result) | {name: asdict(value) for name, value in others.items() if value is not None}
 
     def line(self) -> str:
         """Return the result in one line."""
@@ -121,13 +123,13 @@ def verify(
     live = LiveModel(source=against) if isinstance(against, str) else against
     with _engine(bundle, emulated, engine_options) as engine:
         result = verified_bundle(bundle, engine)
-        agreement = None
+        agreement, original = None, None
         if live is not None:
             compare = exporter("proof.live_model").compared_with_model
-            agreement = compare(bundle, engine, live.source, live.count, live.seed, progress)
+            agreement, original = compare(bundle, engine, live.source, live.count, live.seed, progress)
     if record and isinstance(result, GateCheck):
         record_here(bundle, result.share)
-    return Verification(bundle, result, agreement)
+    return Verification(bundle, result, agreement, original)
 
 
 def verified_bundle(bundle: Bundle, engine: Engine[Any]) -> Parity | HalfCheck | GateCheck:

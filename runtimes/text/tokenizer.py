@@ -1,7 +1,8 @@
 """Text to tokens and back by a bundle's tokenizer.json; the package that some kinds need is imported on use."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fatdeploy.errors import BackendUnavailable, BundleError, SpecMismatch
+from fatdeploy.runtimes.text.clean_up import cleaned, may_change
 from fatdeploy.runtimes.text.tokenizer_json import SPECIAL, UNK, TokenizerFile, file_from_json, is_unicode
 
 
@@ -53,23 +55,26 @@ class Tokenizer(Protocol):
         """Return how many tokens, from the first, have a text that no later token changes."""
 
 
-def tokenizer_from_file(path: Path) -> Tokenizer:
-    """Return the tokenizer of a file; our own characters and symbols need no package, all other kinds do."""
+def tokenizer_from_file(path: Path, *, clean_up: bool = False) -> Tokenizer:
+    """Return the tokenizer of a file; our own characters and symbols need no package, all other kinds do.
+
+    ``clean_up`` removes blanks before punctuation from what it writes; our own files do not ask for that.
+    """
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, error) from error
-    return tokenizer_from_json(content, path)
+        raise unreadable(path, error) from error
+    return tokenizer_from_json(content, path, clean_up=clean_up)
 
 
-def tokenizer_from_json(content: str, path: Path) -> Tokenizer:
+def tokenizer_from_json(content: str, path: Path, *, clean_up: bool = False) -> Tokenizer:
     """Return the tokenizer that the content of a file describes; errors name the file."""
     try:
         own = file_from_json(content)
     except ValueError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     if own is None or own.kind == "bpe":
-        return PackageTokenizer(content, path)
+        return PackageTokenizer(content, path, clean_up=clean_up)
     return CharacterTokenizer(own)
 
 
@@ -86,7 +91,7 @@ class CharacterTokenizer:
 
     def encoded(self, text: str) -> Encoded:
         """Return one token per character and no special ones."""
-        ids = self._looked_up(_checked(text))
+        ids = self._looked_up(valid_unicode(text))
         # The search for unknown characters costs time, so only texts that have some pay for it.
         unknown = tuple(character for character in text if character not in self._ids) if self._unknown in ids else ()
         return Encoded(np.array(ids, np.int64), unknown=unknown)
@@ -98,7 +103,7 @@ class CharacterTokenizer:
 
     def plain_ids(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a part of a target, one for each character or symbol."""
-        return self._looked_up(_checked(text).split() if self._has_symbols else _checked(text))
+        return self._looked_up(valid_unicode(text).split() if self._has_symbols else valid_unicode(text))
 
     def n_certain(self, tokens: Sequence[int]) -> int:
         """Return the number of tokens: the text of one does not depend on others."""
@@ -111,7 +116,8 @@ class CharacterTokenizer:
 class PackageTokenizer:
     """A tokenizer of the tokenizers package."""
 
-    def __init__(self, content: str, path: Path) -> None:
+    def __init__(self, content: str, path: Path, *, clean_up: bool = False) -> None:
+        self._clean_up = clean_up
         try:
             tokenizers = importlib.import_module("tokenizers")
         except ImportError as error:
@@ -121,7 +127,7 @@ class PackageTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
         except Exception as error:  # the package raises nothing more specific
-            raise _unreadable(path, error) from error
+            raise unreadable(path, error) from error
         # These settings of the file would silently drop tokens or add some.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -142,7 +148,8 @@ class PackageTokenizer:
 
     def text(self, tokens: ArrayLike) -> str:
         """Return the text of tokens, without special ones."""
-        return str(self._tokenizer.decode(np.asarray(tokens, np.int64).tolist()))
+        text = self._raw_text(np.asarray(tokens, np.int64).tolist())
+        return cleaned(text) if self._clean_up else text
 
     def plain_ids(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a part of a target, without special tokens around it."""
@@ -152,32 +159,49 @@ class PackageTokenizer:
         """Return how many tokens, from the first, have a text that no later token changes.
 
         Tokens for single bytes become characters only if all bytes of a run are valid together, so one more byte can
-        change the text of the whole run. Tokens that are not written do not end a run.
+        change the text of the whole run. Tokens that are not written do not end a run. Cleaning up removes blanks
+        only when it sees what follows them.
         """
         end = len(tokens)
         while self._byte_ids and end and (tokens[end - 1] in self._byte_ids or self._is_unwritten(tokens[end - 1])):
             end -= 1
+        while self._clean_up and end and may_change(self._raw_text(tokens[:end])):
+            end -= 1
         return end
+
+    def _raw_text(self, tokens: Sequence[int]) -> str:
+        with _own_errors(f"write the tokens {str(list(tokens))[:40]}"):
+            return str(self._tokenizer.decode(list(tokens)))
 
     def _is_unwritten(self, token: int) -> bool:
         return token in self._special_ids or self._tokenizer.id_to_token(token) is None
 
     def _encoding(self, text: str, *, special: bool) -> Any:
-        try:
-            return self._tokenizer.encode(text, add_special_tokens=special)
-        except TypeError as error:  # the text cannot be encoded as UTF-8
-            raise _not_unicode(text) from error
+        with _own_errors(f"read {text[:40]!r}"):
+            return self._tokenizer.encode(valid_unicode(text), add_special_tokens=special)
 
 
-def _unreadable(path: Path, error: Exception) -> BundleError:
+@contextmanager
+def _own_errors(action: str) -> Iterator[None]:
+    """Raise our error in place of the package's: bare exceptions, as without an unknown token, and panics."""
+    try:
+        yield
+    except SpecMismatch:
+        raise
+    except BaseException as error:
+        # A panic of the package is no Exception, and its class cannot be imported.
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise SpecMismatch(f"the tokenizer cannot {action}: {' '.join(str(error).split())}") from error
+        raise
+
+
+def unreadable(path: Path, error: Exception) -> BundleError:
+    """Return the error for a file of a tokenizer that cannot be read."""
     return BundleError(f"cannot read {path}: {' '.join(str(error).split())}; export the bundle again")
 
 
-def _checked(text: str) -> str:
+def valid_unicode(text: str) -> str:
+    """Return a text; raise if it contains halves of surrogate pairs."""
     if not is_unicode(text):
-        raise _not_unicode(text)
+        raise SpecMismatch(f"a text must be valid Unicode, found {text[:40]!r}")
     return text
-
-
-def _not_unicode(text: str) -> SpecMismatch:
-    return SpecMismatch(f"a text must be valid Unicode, found {text[:40]!r}")

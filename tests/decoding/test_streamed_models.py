@@ -134,7 +134,7 @@ def test_sampled_bytes_are_streamed_as_generate_writes_them(
     model = loaded(TINY)
     tokenizer = tokenizer_of(BYTES_OF_SOME[kind], KINDS[kind][1], tmp_path)
     monkeypatch.setattr(model, "_tokenizer", tokenizer)
-    monkeypatch.setattr(model, "_needed_tokenizer", lambda: tokenizer)
+    monkeypatch.setattr(model._reader, "needed_tokenizer", lambda: tokenizer)
     others = [token for token in range(model.spec.vocab_size) if not 3 <= token < tokenizer.n_tokens]
     stops = ["b\n", ".\n", "\n ", "\ufffda"]
     characters, stopped = set(), 0

@@ -120,6 +120,7 @@ def test_where_nothing_is_installed_every_package_has_its_command(environment: E
         "tensorrt-rtx": "pip install 'fatdeploy[rtx]'",
         "cuda-python": "pip install 'fatdeploy[tensorrt]'",
         "tokenizers": "pip install 'fatdeploy[text]'",
+        "sentencepiece": "pip install 'fatdeploy[sentencepiece]'",
         "sacrebleu": "pip install 'fatdeploy[eval]'",
         "torch": "pip install 'fatdeploy[export]'",
         "onnx": "pip install 'fatdeploy[export]'",

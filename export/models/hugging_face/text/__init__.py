@@ -1,0 +1,1 @@
+"""Tokenizers of Hugging Face folders, on their way into a bundle."""
