@@ -1,7 +1,6 @@
 """What an application embeds: a bundle, loaded once, that decodes ids or text from any number of threads."""
 
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +22,7 @@ from fatdeploy.runtimes.decoding.streaming import Deltas, Stream
 from fatdeploy.runtimes.defaults import changed_options, check_names, default_options, within_room
 from fatdeploy.runtimes.engines.opening import most_sources_of, opened_engine
 from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
+from fatdeploy.runtimes.engines.ort.versions import warn_of_version
 from fatdeploy.runtimes.engines.protocol import Engine
 from fatdeploy.runtimes.text.languages import (
     DEFAULT_PAIR,
@@ -71,7 +71,7 @@ def load(
     bundle = read_bundle(path, check_hashes=check_hashes)
     engine = opened_engine(bundle, threads=threads, spinning=spinning, providers=providers, cuda_graphs=cuda_graphs)
     if TARGETS[bundle.manifest.target].engine == "onnxruntime":
-        _warn_of_version(bundle, onnxruntime_module().__version__)
+        warn_of_version(bundle, onnxruntime_module().__version__)
     return Model(bundle, engine)
 
 
@@ -336,20 +336,3 @@ class Model(ClosedOnExit):
             return text
         stops = [stop for stop in options.stop if isinstance(stop, str)]
         return cut_text(text, stops, len(self._tokenizer.text(tuple(prefix))))
-
-
-def _warn_of_version(bundle: Bundle, version: str) -> None:
-    if bundle.manifest.onnxruntime is None:
-        return
-    oldest, newest = bundle.manifest.onnxruntime
-    if not _release(oldest) <= _release(version) <= _release(newest):
-        log.warning(
-            "%s was verified with onnxruntime %s to %s, this is %s: fatdeploy verify %s",
-            *(bundle.path, oldest, newest, version, bundle.path),
-        )
-
-
-def _release(version: str) -> list[int]:
-    """Return the numbers at the start of a version."""
-    numbers = re.match(r"\d+(\.\d+)*", version)
-    return [int(number) for number in numbers[0].split(".")] if numbers else []

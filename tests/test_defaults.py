@@ -21,8 +21,9 @@ from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import OPTIONS
 from fatdeploy.runtimes.defaults import changed_options, default_options, options_from_record, stated_options
 from fatdeploy.runtimes.model import Model
-from tests.support.bundles import bundle_of, model_of, shared_bundle
-from tests.support.defaults import TINY, bundle_with_defaults
+from tests.support.bundles import bundle_of, bundle_with_defaults, model_of, shared_bundle
+
+TINY = "transformer-tiny"
 
 SOURCES = [[9, 30, 12], [40, 41], [20, 33, 8, 50]]
 BEAMS = {

@@ -11,8 +11,9 @@ from fatdeploy.cli import main
 from fatdeploy.runtimes.bench.plan import BenchRequest, plans_for
 from fatdeploy.runtimes.bench.timing import UNMEASURED, measured_options
 from fatdeploy.runtimes.decoding.options import DecodeOptions
-from tests.support.bundles import bundle_of
-from tests.support.defaults import TINY, bundle_with_defaults
+from tests.support.bundles import bundle_of, bundle_with_defaults
+
+TINY = "transformer-tiny"
 
 DEFAULTS: dict[str, Any] = {
     "num_beams": 6,

@@ -12,8 +12,9 @@ from fatdeploy.cli import main
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
-from tests.support.bundles import model_of
-from tests.support.defaults import TINY, bundle_with_defaults
+from tests.support.bundles import bundle_with_defaults, model_of
+
+TINY = "transformer-tiny"
 
 SOURCES = [[9, 30, 12], [40, 41]]
 BEAMS = {

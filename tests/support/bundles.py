@@ -2,14 +2,18 @@
 
 import fcntl
 import os
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from fatdeploy.bundle import Bundle, read_bundle
+from fatdeploy.bundle import Bundle, read_bundle, write_manifest
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.weights import model_from_preset
+from fatdeploy.manifest import GenerationRecord
 from fatdeploy.targets import Dialect, HalfPrecision, Target
 
 # Bundles of these targets differ only in the dialect of their graphs.
@@ -42,6 +46,13 @@ def half_of(preset: str, precision: HalfPrecision = "fp16") -> Bundle:
             model_of(preset), folder, origin=Origin(name=preset, random=True), target="onnx", precision=precision
         ),
     )
+
+
+def bundle_with_defaults(folder: Path, options: dict[str, Any], ignored: dict[str, Any] | None = None) -> Bundle:
+    """Return a copy of a tiny bundle that decodes with these options by default."""
+    plain = bundle_of("transformer-tiny")
+    shutil.copytree(plain.path, folder)
+    return write_manifest(folder, replace(plain.manifest, generation=GenerationRecord(options, ignored or {})))
 
 
 def shared_bundle(name: str, write: Callable[[Path], object]) -> Bundle:
