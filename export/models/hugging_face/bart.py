@@ -10,7 +10,7 @@ import torch
 from fatdeploy.export.models.hugging_face.config_keys import ConfigKeys, activation_of
 from fatdeploy.export.models.hugging_face.embeddings import EmbeddingNames
 from fatdeploy.export.models.hugging_face.folds import halves_table, learned_rows, shifted_table
-from fatdeploy.export.models.hugging_face.recipes import LayerNames, Part, Recipe
+from fatdeploy.export.models.hugging_face.recipes import LayerNames, Part, TensorRecipe
 from fatdeploy.export.models.hugging_face.weight_files import StoredTensors
 from fatdeploy.export.reference.config import EmbeddingNorm, ModelConfig
 
@@ -127,29 +127,31 @@ class BartFamily:
     def stores_positions(self, stored: StoredTensors) -> bool:
         return any(self._is_stored(name, stored) for name in _POSITIONS.values())
 
-    def special(self, keys: ConfigKeys, config: ModelConfig, stored: StoredTensors) -> dict[str, Recipe]:
+    def special(self, keys: ConfigKeys, config: ModelConfig, stored: StoredTensors) -> dict[str, TensorRecipe]:
         recipes = {
             "source_positions.table": self._positions(keys, _POSITIONS["source"], config.max_source, stored),
             "target_positions.table": self._positions(keys, _POSITIONS["target"], config.max_target, stored),
-            "output_bias": Recipe((Part(_BIAS, (1, config.vocab_size)),), lambda row: row[0]),
+            "output_bias": TensorRecipe((Part(_BIAS, (1, config.vocab_size)),), lambda row: row[0]),
         }
         if keys.flag("scale_embedding") and not self.scales_targets:
             name = self.embeddings(keys).stored(stored, tied=self.tied(keys)).source
-            recipes["source_embedding.weight"] = Recipe((Part(name),), partial(torch.mul, other=config.width**0.5))
+            recipes["source_embedding.weight"] = TensorRecipe(
+                (Part(name),), partial(torch.mul, other=config.width**0.5)
+            )
         if self.positions == "shifted" and config.bos_id == config.pad_id:
             # There a target that starts with padding has other positions when it is read at once than step by step.
             keys.refuse("decoder_start_token_id", f"must not be pad_token_id = {config.pad_id}")
         return recipes
 
-    def _positions(self, keys: ConfigKeys, name: str, length: int, stored: StoredTensors) -> Recipe:
+    def _positions(self, keys: ConfigKeys, name: str, length: int, stored: StoredTensors) -> TensorRecipe:
         width, longest = keys.integer("d_model", also="hidden_size"), keys.integer("max_position_embeddings")
         if self.positions == "shifted":
             # Positions start after the id of padding.
-            return Recipe((), partial(shifted_table, length, width, keys.integer("pad_token_id", least=0) + 1))
+            return TensorRecipe((), partial(shifted_table, length, width, keys.integer("pad_token_id", least=0) + 1))
         if not self._is_stored(name, stored):
-            return Recipe((), partial(halves_table, length, width))
+            return TensorRecipe((), partial(halves_table, length, width))
         cut = partial(learned_rows, offset=self.offset, length=length)
-        return Recipe((Part(name, (longest + self.offset, width)),), cut)
+        return TensorRecipe((Part(name, (longest + self.offset, width)),), cut)
 
     def _is_stored(self, name: str, stored: StoredTensors) -> bool:
         """Return whether positions are a table of the file, and not what the formula gives."""

@@ -8,7 +8,7 @@ from typing import Any
 from fatdeploy.export.models.hugging_face.config_keys import ConfigKeys, activation_of
 from fatdeploy.export.models.hugging_face.embeddings import EmbeddingNames
 from fatdeploy.export.models.hugging_face.folds import positions_with_types
-from fatdeploy.export.models.hugging_face.recipes import LayerNames, Part, Recipe
+from fatdeploy.export.models.hugging_face.recipes import LayerNames, Part, TensorRecipe
 from fatdeploy.export.models.hugging_face.weight_files import StoredTensors
 from fatdeploy.export.reference.config import ModelConfig
 
@@ -124,14 +124,14 @@ class BertFamily:
     def stores_positions(self, stored: StoredTensors) -> bool:  # noqa: ARG002
         return True
 
-    def special(self, keys: ConfigKeys, config: ModelConfig, stored: StoredTensors) -> dict[str, Recipe]:
+    def special(self, keys: ConfigKeys, config: ModelConfig, stored: StoredTensors) -> dict[str, TensorRecipe]:
         encoder, decoder = _sides(keys)
         # The bias that is added has the first name; where both are tied, a file may have the second alone.
         bias = next((name for name in _BIASES if name in stored), _BIASES[0])
         return {
             "source_positions.table": _positions("encoder.embeddings.", encoder, config.max_source),
             "target_positions.table": _positions("decoder.bert.embeddings.", decoder, config.max_target),
-            "output_bias": Recipe((Part(bias),)),
+            "output_bias": TensorRecipe((Part(bias),)),
         }
 
 
@@ -139,13 +139,13 @@ def _sides(keys: ConfigKeys) -> tuple[ConfigKeys, ConfigKeys]:
     return keys.inner("encoder", _SIDE_DEFAULTS), keys.inner("decoder", _SIDE_DEFAULTS)
 
 
-def _positions(stem: str, side: ConfigKeys, length: int) -> Recipe:
+def _positions(stem: str, side: ConfigKeys, length: int) -> TensorRecipe:
     width = side.integer("hidden_size")
     parts = (
         Part(f"{stem}position_embeddings.weight", (side.integer("max_position_embeddings"), width)),
         Part(f"{stem}token_type_embeddings.weight", (side.integer("type_vocab_size"), width)),
     )
-    return Recipe(parts, partial(positions_with_types, length=length))
+    return TensorRecipe(parts, partial(positions_with_types, length=length))
 
 
 def _refuse_other_forms(keys: ConfigKeys, encoder: ConfigKeys, decoder: ConfigKeys) -> None:

@@ -7,7 +7,7 @@ from fatdeploy.export.models.hugging_face.bart import BartFamily
 from fatdeploy.export.models.hugging_face.bert import BertFamily
 from fatdeploy.export.models.hugging_face.config_keys import ConfigKeys
 from fatdeploy.export.models.hugging_face.embeddings import EmbeddingNames
-from fatdeploy.export.models.hugging_face.recipes import LayerNames, Recipe
+from fatdeploy.export.models.hugging_face.recipes import LayerNames, TensorRecipe
 from fatdeploy.export.models.hugging_face.t5 import T5Family
 from fatdeploy.export.models.hugging_face.weight_files import StoredTensors
 from fatdeploy.export.reference.config import ModelConfig
@@ -47,7 +47,7 @@ class Family(Protocol):
     def stores_positions(self, stored: StoredTensors) -> bool:
         """Return whether positions come from a stored table, which ends; a formula does not."""
 
-    def special(self, keys: ConfigKeys, config: ModelConfig, stored: StoredTensors) -> dict[str, Recipe]:
+    def special(self, keys: ConfigKeys, config: ModelConfig, stored: StoredTensors) -> dict[str, TensorRecipe]:
         """Return the recipes that no table of names can say."""
 
 

@@ -10,7 +10,7 @@ from fatdeploy.errors import CheckpointError, ConfigError
 from fatdeploy.export.models.hugging_face.config_keys import ConfigKeys, JsonObject, read_json_object
 from fatdeploy.export.models.hugging_face.embeddings import EmbeddingNames
 from fatdeploy.export.models.hugging_face.families import FAMILIES, Family
-from fatdeploy.export.models.hugging_face.recipes import Filling, Part, Recipe, refuse_if
+from fatdeploy.export.models.hugging_face.recipes import Filling, Part, TensorRecipe, refuse_if
 from fatdeploy.export.models.hugging_face.weight_files import StoredTensors, stored_weights
 from fatdeploy.export.reference.config import ModelConfig
 from fatdeploy.export.reference.model import ReferenceModel
@@ -139,8 +139,8 @@ def _model_config(values: dict[str, Any], where: Path) -> ModelConfig:
 
 
 def _recipes(
-    family: Family, keys: ConfigKeys, embeddings: EmbeddingNames, special: dict[str, Recipe]
-) -> Callable[[str], Recipe]:
+    family: Family, keys: ConfigKeys, embeddings: EmbeddingNames, special: dict[str, TensorRecipe]
+) -> Callable[[str], TensorRecipe]:
     """Return the function from a tensor of ours to its recipe."""
     layers = family.layers(keys)
     matrices = {
@@ -149,15 +149,15 @@ def _recipes(
         "output.weight": embeddings.output,
     }
 
-    def recipe_of(name: str) -> Recipe:
+    def recipe_of(name: str) -> TensorRecipe:
         if name in special:
             return special[name]
         if name in matrices:
-            return Recipe((Part(matrices[name]),))
+            return TensorRecipe((Part(matrices[name]),))
         layer = re.fullmatch(r"(encoder|decoder)\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
         if layer:
             return layers[layer[1]].recipe(*layer.groups()[1:])
         module, _, kind = name.rpartition(".")
-        return Recipe((Part(f"{family.top[module]}.{kind}"),))
+        return TensorRecipe((Part(f"{family.top[module]}.{kind}"),))
 
     return recipe_of

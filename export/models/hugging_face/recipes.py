@@ -28,14 +28,14 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TensorRecipe:
     """Stored tensors one after another along the first axis, or what ``fold`` makes of them."""
 
     parts: tuple[Part, ...]
     fold: Fold | None = None
 
 
-Recipes = Mapping[str, Recipe]
+Recipes = Mapping[str, TensorRecipe]
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class LayerNames:
     stem: str
     parts: Mapping[str, tuple[str, ...]]
 
-    def recipe(self, index: str, part: str, kind: str) -> Recipe:
+    def recipe(self, index: str, part: str, kind: str) -> TensorRecipe:
         """Return the recipe of the ``weight`` or ``bias`` of a part."""
         stem = self.stem.format(index=index)
-        return Recipe(tuple(_layer_part(f"{stem}{name}", kind) for name in self.parts[part]))
+        return TensorRecipe(tuple(_layer_part(f"{stem}{name}", kind) for name in self.parts[part]))
 
 
 def _layer_part(name: str, kind: str) -> Part:
@@ -65,7 +65,7 @@ class Filling:
     stored: StoredTensors
 
     @classmethod
-    def of(cls, config: ModelConfig, recipe_of: Callable[[str], Recipe], stored: StoredTensors) -> "Filling":
+    def of(cls, config: ModelConfig, recipe_of: Callable[[str], TensorRecipe], stored: StoredTensors) -> "Filling":
         """Return a model without memory: nothing is initialised that is overwritten anyway."""
         with torch.device("meta"):
             model = ReferenceModel(config).eval()
@@ -105,7 +105,7 @@ class Filling:
     def _parts(self) -> Iterable[Part]:
         return (part for recipe in self.recipes.values() for part in recipe.parts)
 
-    def _fill(self, tensor: Tensor, recipe: Recipe) -> None:
+    def _fill(self, tensor: Tensor, recipe: TensorRecipe) -> None:
         if recipe.fold is not None:
             tensor.copy_(recipe.fold(*(self.stored[part.name].read().float() for part in recipe.parts)))
             return
@@ -123,7 +123,7 @@ def refuse_if(subject: str, reasons: Sequence[str]) -> None:
         raise CheckpointError(in_one_line(subject, dict.fromkeys(reasons)))
 
 
-def _share(shape: Sequence[int], recipe: Recipe) -> Shape:
+def _share(shape: Sequence[int], recipe: TensorRecipe) -> Shape:
     return (shape[0] // max(1, len(recipe.parts)), *shape[1:])
 
 

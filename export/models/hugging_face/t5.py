@@ -10,7 +10,7 @@ import torch
 from fatdeploy.export.models.hugging_face.config_keys import ConfigKeys, activation_of, known_activation
 from fatdeploy.export.models.hugging_face.embeddings import EmbeddingNames
 from fatdeploy.export.models.hugging_face.folds import distance_table
-from fatdeploy.export.models.hugging_face.recipes import LayerNames, Part, Recipe
+from fatdeploy.export.models.hugging_face.recipes import LayerNames, Part, TensorRecipe
 from fatdeploy.export.models.hugging_face.weight_files import StoredTensors
 from fatdeploy.export.reference.config import ModelConfig
 
@@ -128,11 +128,11 @@ class T5Family:
     def stores_positions(self, stored: StoredTensors) -> bool:  # noqa: ARG002
         return False
 
-    def special(self, keys: ConfigKeys, config: ModelConfig, stored: StoredTensors) -> dict[str, Recipe]:  # noqa: ARG002
+    def special(self, keys: ConfigKeys, config: ModelConfig, stored: StoredTensors) -> dict[str, TensorRecipe]:  # noqa: ARG002
         recipes = {}
         if self._scales(keys):
             norm = Part("decoder.final_layer_norm.weight")
-            recipes["decoder.norm.weight"] = Recipe((norm,), partial(torch.mul, other=config.width**-0.5))
+            recipes["decoder.norm.weight"] = TensorRecipe((norm,), partial(torch.mul, other=config.width**-0.5))
         for stack, layers in (("encoder", config.encoder_layers), ("decoder", config.decoder_layers)):
             for index in range(layers if self.each_layer else 1):
                 place = f"{stack}.layers.{index}" if self.each_layer else stack
@@ -148,11 +148,11 @@ class T5Family:
         return keys.flag("scale_decoder_outputs")
 
 
-def _relative(keys: ConfigKeys, config: ModelConfig, stack: str, index: int) -> Recipe:
+def _relative(keys: ConfigKeys, config: ModelConfig, stack: str, index: int) -> TensorRecipe:
     name = f"{stack}.block.{index}.{_SELF}relative_attention_bias.weight"
     shape = (keys.integer("relative_attention_num_buckets"), config.heads)
     fold = partial(distance_table, furthest=config.relative_window, both=stack == "encoder")
-    return Recipe((Part(name, shape),), fold)
+    return TensorRecipe((Part(name, shape),), fold)
 
 
 def _furthest(keys: ConfigKeys) -> int:
