@@ -61,6 +61,10 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.loop.run
 	$(BIN)/python -m benchmarks.load.run
 	$(BIN)/python -m benchmarks.g2p.run $(if $(wildcard build/g2p/transformer),--compared build/g2p/transformer)
+ifneq ($(wildcard build/real/opus-mt-zh-en),)
+	$(BIN)/python -m benchmarks.real.run
+	$(BIN)/python -m benchmarks.real.run --part export --out benchmarks/results/real_export.json
+endif
 	$(BIN)/python -m benchmarks.readme.run
 
 # Tables and pictures of README and docs, from the committed results.

@@ -21,6 +21,7 @@ from benchmarks.real.sources import MODEL, PEER, REAL, SENTENCES, Vocabulary, se
 Engine = Literal["transformers", "ctranslate2"]
 MAX_NEW_TOKENS = 128
 BATCH = 16
+NOISE = 1e-5  # bound of fp32 logits, relative to the largest
 PACKAGES: dict[Engine, tuple[str, ...]] = {
     "transformers": ("transformers", "torch"),
     "ctranslate2": ("ctranslate2",),
@@ -56,7 +57,7 @@ class Answer:
     largest: float = 0.0  # of all logits of the steps, as a magnitude
 
 
-Asked = Callable[[list[list[int]]], list[Answer]]
+Ask = Callable[[list[list[int]]], list[Answer]]
 
 
 def answers(name: str, real: Path = REAL) -> list[Answer]:
@@ -91,7 +92,7 @@ def _made_by(engine: Engine, setting: SearchSetting, real: Path) -> dict[str, An
     }
 
 
-def _transformers(setting: SearchSetting, real: Path) -> Asked:
+def _transformers(setting: SearchSetting, real: Path) -> Ask:
     import torch
     from transformers import MarianMTModel, logging
 
@@ -127,7 +128,7 @@ def _transformers(setting: SearchSetting, real: Path) -> Asked:
     return ask
 
 
-def _ctranslate2(setting: SearchSetting, real: Path) -> Asked:
+def _ctranslate2(setting: SearchSetting, real: Path) -> Ask:
     import ctranslate2
 
     translator = ctranslate2.Translator(str(real / PEER), compute_type="float32")

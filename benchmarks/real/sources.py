@@ -30,9 +30,14 @@ class Vocabulary:
         return [by_id[index] for index in ids]
 
 
+def all_sentences(real: Path = REAL) -> list[str]:
+    """Return every sentence."""
+    return (real / SENTENCES).read_text(encoding="utf-8").splitlines()
+
+
 def sentences(real: Path = REAL) -> list[str]:
     """Return the sentences that engines are compared on."""
-    return (real / SENTENCES).read_text(encoding="utf-8").splitlines()[::EVERY]
+    return all_sentences(real)[::EVERY]
 
 
 def source_ids(texts: list[str], real: Path = REAL) -> list[list[int]]:
