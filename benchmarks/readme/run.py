@@ -10,6 +10,7 @@ from benchmarks.readme.engine_tables import beam_rows_lines, beams_table, engine
 from benchmarks.readme.other_tables import export_lines, g2p_lines, load_lines, loop_table, reference_table
 from benchmarks.readme.phrases import ENGINES, STEP
 from benchmarks.readme.pictures import architecture_picture, speed_picture
+from benchmarks.readme.real_tables import real_export_lines, real_speed_table
 
 Table = Callable[[dict[str, Any]], str]
 
@@ -22,6 +23,7 @@ PAGES: dict[str, dict[str, dict[str, Table]]] = {
     "README.md": {"speed": {"quantized.json": speed_table}},
     "docs/benchmarks.md": {
         "quantized": {"quantized.json": quantized_table},
+        "real": {"real_models.json": real_speed_table, "real_export.json": real_export_lines},
         "greedy": {"engines_greedy.json": engines_table},
         "beams": {"engines_beam.json": beams_table, "beam_rows.json": beam_rows_lines},
         "loop": {"loop_overhead.json": loop_table},

@@ -1,0 +1,1 @@
+"""Real trained models: fetched by package name, proved against their originals, and measured."""

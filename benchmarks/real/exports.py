@@ -1,0 +1,56 @@
+"""Bundles of the real model: exported by the command line with a clock, kept until the code or the weights change."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.provenance import ROOT, code_digest
+from benchmarks.real.folders.packages import sha256_of
+from benchmarks.real.sources import EVERY, MODEL, REAL, all_sentences
+
+CALIBRATION, PROBES = 100, 200  # sentences
+# Sentences that the comparison with the originals does not use: it takes every fourth, from the first.
+OFFSETS = {"calibration": 1, "probes": 2}
+
+
+def kept_bundle(precision: str, real: Path = REAL) -> Path:
+    """Return the bundle of the real model, which is exported unless this code has exported these weights."""
+    made_of = f"{sha256_of(real / MODEL / 'model.safetensors')[:12]}-{code_digest('fatdeploy', 'export')}"
+    folder = real / "bundles" / f"{MODEL}-{made_of}.{precision}.bundle"
+    if not folder.exists():
+        for old in folder.parent.glob(f"{MODEL}-*.{precision}.bundle"):
+            shutil.rmtree(old)
+        export_real(precision, folder, real)
+    return folder.resolve()
+
+
+def export_real(precision: str, out: Path, real: Path = REAL) -> dict[str, Any]:
+    """Export the real model and return the seconds, from the start of the command to its end, and the certificate.
+
+    Integers are calibrated on some sentences and compared on others; the bar is left out, so that the time is that of
+    a complete export whatever they agree on.
+    """
+    command = [sys.executable, "-m", "fatdeploy", "export", real / MODEL, "--precision", precision, "--out", out]
+    if precision != "fp32":
+        files = write_samples(real)
+        command += ["--calibration", files["calibration"], "--probes", files["probes"], "--min-agreement", "0"]
+    started = time.perf_counter()
+    run = subprocess.run([*command, "--json"], stdout=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    seconds = time.perf_counter() - started
+    if run.returncode:
+        raise SystemExit(f"the export in {precision} failed with exit code {run.returncode}")
+    return {"precision": precision, "seconds": seconds, "certificate": json.loads(run.stdout)}
+
+
+def write_samples(real: Path) -> dict[str, Path]:
+    """Write the sentences for calibration and those for the gate."""
+    lines = all_sentences(real)
+    counts = {"calibration": CALIBRATION, "probes": PROBES}
+    files = {name: real / f"{name}.txt" for name in counts}
+    for name, count in counts.items():
+        files[name].write_text("".join(f"{line}\n" for line in lines[OFFSETS[name] :: EVERY][:count]), encoding="utf-8")
+    return files

@@ -1,0 +1,1 @@
+"""Ordinary folders of real models and real text, made from packages of the registries."""
