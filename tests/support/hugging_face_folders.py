@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -163,16 +162,6 @@ class WrittenFolder:
     def model(self) -> PreTrainedModel:
         """Return the model as transformers reads it, in float64."""
         return self.kind.from_pretrained(self.path).double().eval()
-
-
-class AllInDouble(TorchFunctionMode):
-    """Keeps float64 numbers in float64: transformers rounds norms and softmaxes of T5 to float32 in any model."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        rounds = func is Tensor.float or (func is Tensor.to and torch.float32 in args)
-        if rounds and args[0].dtype is torch.float64:
-            return args[0]
-        return func(*args, **(kwargs or {}))
 
 
 def write_folder(family: str, seed: int, path: Path, **save: Any) -> WrittenFolder:

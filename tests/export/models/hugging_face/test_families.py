@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from fatdeploy.export.models.hugging_face.folder import model_from_folder
+from fatdeploy.export.proof.original import AllInDouble
 from fatdeploy.export.reference.model import ReferenceModel
-from tests.support.hugging_face_folders import MODELS, AllInDouble, write_folder
+from tests.support.hugging_face_folders import MODELS, write_folder
 
 in_every_family = pytest.mark.parametrize("family", MODELS)
 

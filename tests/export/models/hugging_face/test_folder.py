@@ -16,8 +16,9 @@ from torch import Tensor
 from fatdeploy.errors import CheckpointError, ConfigError
 from fatdeploy.export.models.hugging_face.folder import is_hugging_face_folder, model_from_folder
 from fatdeploy.export.models.loading import model_from_source
+from fatdeploy.export.proof.original import AllInDouble
 from fatdeploy.export.reference.model import ReferenceModel
-from tests.support.hugging_face_folders import AllInDouble, WrittenFolder, write_folder
+from tests.support.hugging_face_folders import WrittenFolder, write_folder
 
 Tensors = dict[str, Tensor]
 

@@ -1,0 +1,140 @@
+"""Imported models against the original: what the certificate says, what `verify --against` finds, and each miss."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+import fatdeploy
+from fatdeploy.certificate import read_certificate
+from fatdeploy.cli import main
+from fatdeploy.errors import ParityFailed
+from fatdeploy.export.proof import original
+from tests.support.hugging_face_folders import write_folder
+
+SETTINGS = {"num_beams": 3, "max_length": 20, "no_repeat_ngram_size": 3, "length_penalty": 0.8, "early_stopping": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("original") / "marian"
+    write_folder("marian", 3, path)
+    change_settings(path, **SETTINGS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def bundle(folder: Path) -> Path:
+    fatdeploy.export_model(str(folder), folder.parent / "bundle")
+    return folder.parent / "bundle"
+
+
+def change_settings(folder: Path, **settings: object) -> None:
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+
+
+def copied(folder: Path, path: Path) -> Path:
+    return Path(shutil.copytree(folder, path))
+
+
+def test_the_certificate_says_what_the_original_gave(bundle: Path) -> None:
+    record = read_certificate(fatdeploy.bundle.read_bundle(bundle)).original
+    assert record is not None
+    assert record.compared == f"transformers {original.importlib.metadata.version('transformers')}"
+    assert record.agreement is not None
+    results = [(result.settings, result.num_beams, result.targets) for result in record.agreement.generated]
+    assert results == [("the folder's settings", 3, 13), ("greedy search", 1, 13)]
+    assert record.agreement.dtype == "float64"
+    assert 0 < record.agreement.largest_relative_difference < 1e-6
+    assert "13 of 13 targets with greedy search" in record.line()
+
+
+def test_the_bundle_decodes_with_the_folders_settings(bundle: Path) -> None:
+    with fatdeploy.load(bundle) as model:
+        assert (model.options.num_beams, model.options.max_new_tokens, model.options.length_penalty) == (3, 19, 0.8)
+
+
+def test_verify_repeats_the_comparison_later(bundle: Path, folder: Path) -> None:
+    result = CliRunner().invoke(main, ["verify", str(bundle), "--against", str(folder), "--n", "4"])
+    assert result.exit_code == 0, result.output
+    assert "against the original: transformers 5" in result.output
+    record = fatdeploy.verify(bundle, against=str(folder)).as_dict()["original"]
+    assert record["agreement"]["generated"][1]["targets"] == 13
+
+
+def test_other_weights_in_the_original_are_a_miss(bundle: Path, folder: Path, tmp_path: Path) -> None:
+    other = copied(folder, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.decoder.layers.0.fc2.bias"][0] += 1.0
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ParityFailed, match="row 0, step 0"):
+        fatdeploy.verify(bundle, against=str(other))
+
+
+def test_an_import_with_wrong_weights_is_a_miss(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = original.opened_original
+
+    def tampered(path: Path) -> original.Original:
+        opened = honest(path)
+        with torch.no_grad():
+            opened.model.final_logits_bias[0, 7] += 1e-3
+        return opened
+
+    monkeypatch.setattr(original, "opened_original", tampered)
+    with pytest.raises(ParityFailed, match=r"probe 0: the logits of the imported model differ .* more than 1e-06"):
+        fatdeploy.export_model(str(folder), tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_settings_that_give_another_target_are_a_miss(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = original.opened_original
+
+    def tampered(path: Path) -> original.Original:
+        opened = honest(path)
+        opened.model.generation_config.repetition_penalty = 3.0
+        return opened
+
+    monkeypatch.setattr(original, "opened_original", tampered)
+    with pytest.raises(ParityFailed, match=r"source \d, the folder's settings, position \d+: transformers 5\S+ says"):
+        fatdeploy.export_model(str(folder), tmp_path / "bundle")
+
+
+def test_samples_are_not_compared(folder: Path, tmp_path: Path) -> None:
+    other = copied(folder, tmp_path / "other")
+    change_settings(other, do_sample=True, temperature=0.7, num_beams=1, early_stopping=False, length_penalty=1.0)
+    fatdeploy.export_model(str(other), tmp_path / "bundle")
+    record = read_certificate(fatdeploy.bundle.read_bundle(tmp_path / "bundle")).original
+    assert record is not None
+    assert record.agreement is not None
+    assert [result.settings for result in record.agreement.generated] == ["greedy search"]
+
+
+def test_without_the_package_the_certificate_says_so(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(original, "is_installed", lambda: False)
+    fatdeploy.export_model(str(folder), tmp_path / "bundle")
+    record = read_certificate(fatdeploy.bundle.read_bundle(tmp_path / "bundle")).original
+    assert record is not None
+    assert record.agreement is None
+    assert record.line() == (
+        "compared with nothing: transformers is not installed, so fatdeploy's own reading of the folder counts"
+    )
+
+
+# Sources as long as T5 takes them are too long to ask ``generate`` about.
+@pytest.mark.parametrize(("family", "targets"), [("t5", 10), ("encoder-decoder", 13)])
+def test_families_with_norms_of_their_own_agree_in_double_precision(family: str, targets: int, tmp_path: Path) -> None:
+    write_folder(family, 3, tmp_path / "folder")
+    fatdeploy.export_model(str(tmp_path / "folder"), tmp_path / "bundle")
+    record = read_certificate(fatdeploy.bundle.read_bundle(tmp_path / "bundle")).original
+    assert record is not None
+    assert record.agreement is not None
+    assert (record.agreement.dtype, record.agreement.generated[-1].targets) == ("float64", targets)
