@@ -53,9 +53,10 @@ class TranslationAct:
 
 def translated(folder: Path, stage: Callable[[str], None]) -> TranslationAct:
     """Return how the model of a folder translates, with the folder's own settings; its bundle is kept beside it."""
-    bundle = _exported(folder, folder.with_name(f"{folder.name}.bundle"), stage)
+    out = folder.with_name(f"{folder.name}.bundle")
+    bundle = _exported(folder, out, stage)
     stage("translating")
-    with fatdeploy.load(bundle.path) as model:
+    with fatdeploy.load(out) as model:
         sentences = []
         for source in SENTENCES:
             started = time.perf_counter()
@@ -66,7 +67,7 @@ def translated(folder: Path, stage: Callable[[str], None]) -> TranslationAct:
     proof = [certificate.parity.line()]
     if certificate.original is not None:
         proof.append(certificate.original.line())
-    return TranslationAct(str(bundle.path), bundle.total_bytes, proof, sentences)
+    return TranslationAct(str(out), bundle.total_bytes, proof, sentences)
 
 
 def _exported(folder: Path, out: Path, stage: Callable[[str], None]) -> Bundle:
