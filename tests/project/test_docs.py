@@ -14,7 +14,7 @@ from fatdeploy.export.reference.presets import PRESETS, SIZES
 from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from tests.support.bundles import bundle_of, model_of
-from tests.support.pages import PAGES, ROOT, Block, anchors, blocks, commands, links, page, prose, section
+from tests.support.pages import PAGES, ROOT, Block, anchors, blocks, commands, links, prose, section
 from tests.support.words import g2p_bundle
 
 # Options of every command, and of other programs.
