@@ -109,6 +109,11 @@ class ModelSpec:
     source_vocab_size: int | None = None  # None is vocab_size
     silent_ids: tuple[int, ...] = ()  # tokens that are never chosen, and whose scores mean nothing
 
+    def __post_init__(self) -> None:
+        reasons = self._wrong_sizes() or self._wrong_special_ids()
+        if reasons:
+            raise SpecMismatch("; ".join(reasons))
+
     @property
     def n_source_ids(self) -> int:
         """The number of ids that a source can have."""
@@ -255,6 +260,29 @@ class ModelSpec:
                 reasons.append("a parallel model decodes all positions in one call, this is the second")
         if reasons:
             raise SpecMismatch(in_one_line("step refused", reasons))
+
+    def _wrong_sizes(self) -> list[str]:
+        names = ("vocab_size", "source_vocab_size", "width", "max_source", "max_target", "top_k")
+        sizes = {name: getattr(self, name) for name in names}
+        return [
+            f"{name} must be 1 or more, found {size}" for name, size in sizes.items() if size is not None and size < 1
+        ]
+
+    def _wrong_special_ids(self) -> list[str]:
+        # Padding is also read by the encoder, which may have fewer ids.
+        limits = {
+            "pad_id": min(self.vocab_size, self.n_source_ids),
+            "bos_id": self.vocab_size,
+            "eos_id": self.vocab_size,
+        }
+        ids = [(name, getattr(self, name), limit) for name, limit in limits.items()]
+        ids += [("silent_ids", token, self.vocab_size) for token in self.silent_ids]
+        reasons = [
+            f"{name} must lie in 0…{limit - 1}, found {token}" for name, token, limit in ids if not 0 <= token < limit
+        ]
+        if len(set(self.silent_ids)) >= self.vocab_size > 0:
+            reasons.append("silent_ids must leave a token that can be chosen")
+        return reasons
 
     def _wrong_source_form(self, source: Tokens, mask: Mask) -> list[str]:
         reasons = _wrong_form("source", source, np.dtype(np.int64)) + _wrong_form("mask", mask, np.dtype(np.bool_))

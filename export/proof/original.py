@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fatdeploy.certificate import GenerateAgreement, OriginalAgreement, OriginalRecord
-from fatdeploy.errors import ParityFailed
+from fatdeploy.errors import CheckpointError, ParityFailed
 from fatdeploy.export.models.exportable import Exportable
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
@@ -88,9 +88,18 @@ def opened_original(folder: Path) -> Original:
     """Return the model of a folder, in float32; nothing is downloaded."""
     import transformers
 
-    with _quiet():
-        model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
-    return Original(model.eval(), importlib.metadata.version(PACKAGE))
+    version = importlib.metadata.version(PACKAGE)
+    kind = transformers.AutoModelForSeq2SeqLM
+    try:
+        with _quiet():
+            model = kind.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+    except Exception as error:  # a folder that it cannot read makes it raise anything
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CheckpointError(
+            f"{PACKAGE} {version} cannot read {folder}, so nothing can be compared with the original ({cause}): save "
+            "the model again with save_pretrained"
+        ) from error
+    return Original(model.eval(), version)
 
 
 def original_record(

@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import fatdeploy
@@ -27,12 +29,14 @@ from fatdeploy.certificate import (
 from fatdeploy.errors import BundleError
 from fatdeploy.machine import Machine
 from fatdeploy.manifest import FORMAT, PARITY
+from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.proof.promise import promise_of
 
 DATA = Path(__file__).parents[1] / "data" / "bundles"
 FORMATS = sorted(path.name for path in DATA.iterdir())
 SOURCE = [5, 6, 7, 8, 9, 10, 11]
-TOKENS = (10, 53, 57, 37, 37, 42, 49, 49)  # the reference's, whatever the format
+OLD_TOKENS = (10, 53, 57, 37, 37, 42, 49, 49)  # the reference's, whatever the format
+TOKENS = {**dict.fromkeys(FORMATS, OLD_TOKENS), "1.4": (12, 12, 21, 12, 12, 12, 21, 21)}
 
 MACHINE = Machine("made up", None, "x86_64", ("avx2",), 4, None, "Linux 6.1", "3.11.7")
 HALF = HalfParity(4, 13, 832, 830, 830 / 832, None, 0.01, 12.0, 0.02, 1)
@@ -87,7 +91,48 @@ def test_a_bundle_of_every_format_loads_and_decodes(name: str) -> None:
     with fatdeploy.load(DATA / name, threads=1) as model:
         assert model.bundle.manifest.format == tuple(map(int, name.split(".")))
         (hypothesis,) = model.generate([SOURCE], fatdeploy.DecodeOptions(max_new_tokens=8))
-    assert tuple(hypothesis.tokens) == TOKENS
+    assert tuple(hypothesis.tokens) == TOKENS[name]
+
+
+def test_a_bundle_of_an_imported_model_keeps_its_settings_and_its_text() -> None:
+    with fatdeploy.load(DATA / "1.4", threads=1) as model:
+        spec, generation = model.spec, model.bundle.manifest.generation
+        assert (spec.vocab_size, spec.source_vocab_size, spec.silent_ids, spec.pad_id) == (40, 48, (39,), 39)
+        assert generation is not None
+        assert generation.options == {
+            "bad_words": [[39]],
+            "forced_eos_id": 0,
+            "max_new_tokens": 11,
+            "no_repeat_ngram_size": 3,
+            "num_beams": 3,
+            "renormalize": True,
+        }
+        hypotheses = model.generate([SOURCE, [5, 47]])
+        (translated,) = model.generate(["red cat and seven pen"])
+    assert [hypothesis.tokens for hypothesis in hypotheses] == [
+        (35, 24, 15, 17, 29, 17, 7, 35, 17, 17),
+        (17, 17, 17, 12, 17, 29, 17, 17, 7, 21),
+    ]
+    assert translated.text == "eight rain bird salt six sand salt bird salt bird"
+
+
+def test_the_output_bias_of_a_bundle_is_read() -> None:
+    matrix = read_bundle(DATA / "1.4").manifest.output_matrix
+    assert matrix is not None
+    assert matrix.bias is not None
+    with closing(OrtEngine(read_bundle(DATA / "1.4"))) as engine:
+        biases = engine.output_bias(np.array([0, 39]))
+    assert biases is not None
+    assert biases[0] == pytest.approx(0.08746128, abs=1e-7)
+    assert biases[1] == 0
+
+
+def test_the_certificate_of_an_imported_model_says_what_the_original_gave() -> None:
+    record = read_certificate(read_bundle(DATA / "1.4")).original
+    assert record is not None
+    assert record.agreement is not None
+    assert record.compared == "transformers 5.22.2"
+    assert [(result.num_beams, result.targets) for result in record.agreement.generated] == [(3, 13), (1, 13)]
 
 
 @pytest.mark.parametrize("name", FORMATS)

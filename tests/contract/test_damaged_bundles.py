@@ -125,6 +125,11 @@ def listed(name: str) -> Callable[[dict[str, Any]], object]:
         (listed("/etc/hostname"), " refused: /etc/hostname: expected a plain relative path inside the folder"),
         (lambda values: values["files"].pop(DECODER), "decoder.onnx: manifest.json does not list it"),
         (lambda values: values["spec"].update(vocab_size="64"), "vocab_size: expected int, found '64'"),
+        (lambda values: values["spec"].update(silent_ids=[64]), "spec: silent_ids must lie in 0…63, found 64"),
+        (lambda values: values["spec"].update(silent_ids=[-1]), "spec: silent_ids must lie in 0…63, found -1"),
+        (lambda values: values["spec"].update(source_vocab_size=0), "source_vocab_size must be 1 or more, found 0"),
+        (lambda values: values["spec"].update(source_vocab_size=-8), "source_vocab_size must be 1 or more, found -8"),
+        (lambda values: values["spec"].update(eos_id=64), "spec: eos_id must lie in 0…63, found 64"),
     ],
 )
 def test_a_manifest_that_leaves_the_folder_or_has_another_format_is_refused(

@@ -7,7 +7,7 @@ import pytest
 
 from fatdeploy.bundle import digest_of, graph_hash, read_bundle, write_manifest
 from fatdeploy.errors import BundleError
-from fatdeploy.manifest import DECODER, ENCODER, MANIFEST, WEIGHTS, Manifest, Provenance
+from fatdeploy.manifest import DECODER, ENCODER, FORMAT, MANIFEST, WEIGHTS, Manifest, Provenance
 from fatdeploy.plans import PlanRecord, Profile, SizeRange, axes_of, inputs_of, outputs_of, plan_file, shapes_of
 from fatdeploy.spec import ModelSpec, cache_specs, memory_specs
 
@@ -128,7 +128,7 @@ def test_a_manifest_older_than_plans_has_none(folder: Path) -> None:
     values["format"] = [1, 2]
     (folder / MANIFEST).write_text(json.dumps({**values, "digest": digest_of(values)}))
     assert read_bundle(folder).manifest.plans == ()
-    values["format"] = [1, 3]
+    values["format"] = list(FORMAT)
     (folder / MANIFEST).write_text(json.dumps({**values, "digest": digest_of(values)}))
     with pytest.raises(BundleError, match="plans: missing"):
         read_bundle(folder)

@@ -1,8 +1,16 @@
-"""What a model's contract derives from its fields."""
+"""What a model's contract derives from its fields, and the fields that it refuses."""
+
+import re
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import pytest
 
+from fatdeploy.errors import SpecMismatch
 from fatdeploy.spec import ModelSpec
+
+SPEC = ModelSpec(vocab_size=9, source_vocab_size=7, max_source=4, max_target=4, pad_id=5, bos_id=8, eos_id=0)
 
 
 def test_ordinary_ids_are_all_but_padding_bos_and_eos_in_order() -> None:
@@ -10,3 +18,28 @@ def test_ordinary_ids_are_all_but_padding_bos_and_eos_in_order() -> None:
     ids = spec.ordinary_ids()
     assert ids.tolist() == [1, 2, 3, 4, 6, 7]
     assert ids.dtype == np.int64
+
+
+def test_sources_may_have_a_vocabulary_of_their_own() -> None:
+    assert SPEC.n_source_ids == 7
+    assert SPEC.ordinary_ids().tolist() == [1, 2, 3, 4, 6]
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"silent_ids": (5, 9, -1)}, "silent_ids must lie in 0…8, found 9; silent_ids must lie in 0…8, found -1"),
+    ({"silent_ids": tuple(range(9))}, "silent_ids must leave a token that can be chosen"),
+    ({"source_vocab_size": 0}, "source_vocab_size must be 1 or more, found 0"),
+    ({"source_vocab_size": -3}, "source_vocab_size must be 1 or more, found -3"),
+    ({"source_vocab_size": 5}, "pad_id must lie in 0…4, found 5"),
+    ({"vocab_size": 8}, "bos_id must lie in 0…7, found 8"),
+    ({"eos_id": -1}, "eos_id must lie in 0…8, found -1"),
+    ({"max_target": 0, "width": -2}, "width must be 1 or more, found -2; max_target must be 1 or more, found 0"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason"), WRONG)
+def test_values_out_of_range_are_all_named(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(SpecMismatch, match=rf"^{re.escape(reason)}$"):
+        replace(SPEC, **changes)
+    with pytest.raises(SpecMismatch, match=rf"^spec refused: {re.escape(reason)}$"):
+        ModelSpec.from_dict({**SPEC.to_dict(), **changes})

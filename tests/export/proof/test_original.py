@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import fatdeploy
 from fatdeploy.certificate import read_certificate
 from fatdeploy.cli import main
-from fatdeploy.errors import ParityFailed
+from fatdeploy.errors import CheckpointError, ParityFailed
 from fatdeploy.export.proof import original
 from tests.support.hugging_face_folders import write_folder
 
@@ -88,6 +88,16 @@ def test_an_import_with_wrong_weights_is_a_miss(folder: Path, tmp_path: Path, mo
     monkeypatch.setattr(original, "opened_original", tampered)
     with pytest.raises(ParityFailed, match=r"probe 0: the logits of the imported model differ .* more than 1e-06"):
         fatdeploy.export_model(str(folder), tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_folder_that_only_fatdeploy_reads_is_refused(folder: Path, tmp_path: Path) -> None:
+    other = copied(folder, tmp_path / "other")
+    (other / "model.safetensors").rename(other / "model-1.safetensors")
+    listed = dict.fromkeys(load_file(other / "model-1.safetensors"), "model-1.safetensors")
+    (other / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+    with pytest.raises(CheckpointError, match=r"transformers 5\S+ cannot read .*other, .* \(KeyError: 'metadata'\)"):
+        fatdeploy.export_model(str(other), tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
 
 
