@@ -81,6 +81,15 @@ def test_other_weights_in_the_original_are_a_miss(bundle: Path, folder: Path, tm
         fatdeploy.verify(bundle, against=str(other))
 
 
+def test_a_bundle_that_decodes_with_other_settings_than_the_original_is_a_miss(
+    bundle: Path, folder: Path, tmp_path: Path
+) -> None:
+    other = copied(folder, tmp_path / "other")
+    change_settings(other, repetition_penalty=3.0)
+    with pytest.raises(ParityFailed, match=r"source \d, the folder's settings, position \d+: transformers 5\S+ says"):
+        fatdeploy.verify(bundle, against=str(other))
+
+
 def test_an_import_with_wrong_weights_is_a_miss(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = original.opened_original
 
