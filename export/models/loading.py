@@ -1,12 +1,13 @@
 """What can be exported: the bundled model, a preset, a folder of ours or of Hugging Face, or your own model."""
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from fatdeploy.errors import ConfigError
+from fatdeploy.errors import CheckpointError, ConfigError
 from fatdeploy.export import g2p
 from fatdeploy.export.models.hugging_face.folder import is_hugging_face_folder, model_from_folder
 from fatdeploy.export.models.hugging_face.generation import generation_from_config
@@ -18,6 +19,10 @@ from fatdeploy.export.reference.checkpoint import CONFIG, TOKENIZER, load_checkp
 from fatdeploy.export.reference.presets import preset_names
 from fatdeploy.export.reference.weights import model_from_preset
 from fatdeploy.manifest import GenerationRecord
+
+ADAPTER = "adapter_config.json"
+# A name or owner/name, which cannot be meant as a path that is absolute or begins here.
+_DOWNLOAD_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 @dataclass(frozen=True)
@@ -44,15 +49,13 @@ def model_from_source(
     if is_hugging_face_folder(folder):
         return imported_model(folder, licence, lengths or Lengths())
     if folder.is_dir():
+        _check_config(folder)
         tokenizer = folder / TOKENIZER
         origin = Origin(name=folder.name, licence=licence, tokenizer=tokenizer if tokenizer.is_file() else None)
         return load_checkpoint(folder), origin
     if is_factory(source):
         return model_from_factory(source), Origin(name=source, licence=licence)
-    raise ConfigError(
-        f"{source} is not {g2p.NAME}, a preset, a checkpoint folder, a Hugging Face folder or package.module:factory. "
-        f"Presets: {', '.join(preset_names())}"
-    )
+    raise ConfigError(_unknown(source))
 
 
 def bundled_model(*, licence: str | None = None) -> tuple[nn.Module, Origin]:
@@ -71,7 +74,10 @@ def imported_model(folder: Path, licence: str | None, lengths: Lengths) -> tuple
     """Return the model of a Hugging Face folder with its tokenizer and its settings."""
     model, read = model_from_folder(folder, max_source=lengths.max_source, max_target=lengths.max_target)
     generation = generation_from_config(read.config, read.generation, model.spec)
-    model.spec = replace(model.spec, silent_ids=silent_ids_of(generation))
+    silent = silent_ids_of(generation)
+    if len(silent) >= model.spec.vocab_size:
+        raise CheckpointError(f"{folder}: generation_config.json refused: no token is left that can be chosen")
+    model.spec = replace(model.spec, silent_ids=silent)
     origin = Origin(
         name=folder.resolve().name,
         licence=licence,
@@ -102,6 +108,37 @@ def silent_ids_of(generation: GenerationRecord) -> tuple[int, ...]:
     options: dict[str, Any] = generation.options
     words = [word[0] for word in options.get("bad_words", ()) if len(word) == 1]
     return tuple(sorted({*words, *options.get("suppress_tokens", ())}))
+
+
+def _unknown(source: str) -> str:
+    """Return what to type instead of a name that is nothing here; the name of a download is a likely one."""
+    if _DOWNLOAD_NAME.fullmatch(source) and not Path(source).exists():
+        name = source.removesuffix("/").rpartition("/")[2]
+        return (
+            f"{source} is not a folder here, nor {g2p.NAME}, a preset (see: fatdeploy presets) or "
+            "package.module:factory. Only local folders are read: if it is a model of Hugging Face, type "
+            f"hf download {source} --local-dir {name}, then fatdeploy export ./{name}"
+        )
+    found = "it is a file" if Path(source).exists() else "no such folder"
+    return (
+        f"{source} is not {g2p.NAME}, a preset (see: fatdeploy presets), a Hugging Face folder, a checkpoint folder "
+        f"({found}) or package.module:factory"
+    )
+
+
+def _check_config(folder: Path) -> None:
+    """Refuse a folder of something else than a model; parts of one are named."""
+    if (folder / CONFIG).exists():
+        return
+    if (folder / ADAPTER).is_file():
+        raise CheckpointError(
+            f"{folder} has an adapter ({ADAPTER}) and no {CONFIG}: an adapter alone is not a model. Merge it into its "
+            "model (peft: merge_and_unload) and save that with save_pretrained"
+        )
+    raise CheckpointError(
+        f"{folder} has no {CONFIG}: a Hugging Face folder and a checkpoint folder have {CONFIG} and model.safetensors "
+        "(Hugging Face also shards, or pytorch_model.bin)"
+    )
 
 
 def typed_folder(folder: Path) -> str:

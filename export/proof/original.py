@@ -123,6 +123,7 @@ def compared_with_original(
     """
     with _quiet():
         original = opened_original(folder)
+        _complete_ids(original.model.generation_config, engine.spec)
         generated = []
         if not options.sample:
             generated.append(_same_targets(original, engine, probes, "the folder's settings", options))
@@ -183,6 +184,16 @@ def _same_targets(
             raise ParityFailed(_miss(index, name, hypothesis, target, score, original.version))
         ties += 1
     return GenerateAgreement(settings=name, targets=len(sources), ties=ties, num_beams=options.num_beams)
+
+
+def _complete_ids(settings: Any, spec: ModelSpec) -> None:
+    """Set the ids that a folder leaves to its family: ``generate`` does not know the defaults of a configuration."""
+    if settings.decoder_start_token_id is None and settings.bos_token_id is None:
+        settings.decoder_start_token_id = spec.bos_id
+    if settings.eos_token_id is None:
+        settings.eos_token_id = spec.eos_id
+    if settings.pad_token_id is None:
+        settings.pad_token_id = spec.pad_id
 
 
 def _plain_settings(model: Any, spec: ModelSpec) -> Any:

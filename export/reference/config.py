@@ -187,7 +187,7 @@ class ModelConfig:
         """Return the configuration that ``to_json`` wrote; all unknown and missing names are one error."""
         try:
             values = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ConfigError(f"configuration is not JSON: {error}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"configuration is a JSON {type(values).__name__}, expected an object")

@@ -155,7 +155,7 @@ def test_export_of_a_checkpoint_names_its_stages_and_shows_the_parity(tmp_path: 
 def test_export_of_something_that_is_not_there_says_what_a_source_is(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["export", str(tmp_path / "nothing"), "--out", str(tmp_path / "out")])
     assert result.exit_code == 1
-    assert "is not g2p, a preset, a checkpoint" in result.stderr
+    assert "a checkpoint folder (no such folder) or package.module:factory" in result.stderr
     assert not (tmp_path / "out").exists()
 
 

@@ -16,7 +16,7 @@ def read_json_object(path: Path) -> JsonObject:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:  # not JSON, or not even text
+    except (ValueError, RecursionError) as error:  # not JSON, or not even text
         raise CheckpointError(f"{path} is not JSON: {error}; is the file complete?") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is a JSON {type(content).__name__}, expected an object")

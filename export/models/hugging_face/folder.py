@@ -16,6 +16,7 @@ from fatdeploy.export.reference.config import ModelConfig
 from fatdeploy.export.reference.model import ReferenceModel
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
+KEYS = {"model_type", "architectures", "transformers_version"}
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,10 @@ class HuggingFaceFolder:
 
 
 def is_hugging_face_folder(path: str | Path) -> bool:
-    """Return whether a folder's configuration names a model type; a checkpoint of ours does not."""
+    """Return whether transformers wrote a folder's configuration; a checkpoint of ours has none of its keys."""
     config = Path(path) / CONFIG
     try:
-        return config.is_file() and "model_type" in read_json_object(config)
+        return config.is_file() and not KEYS.isdisjoint(read_json_object(config))
     except CheckpointError:
         return False
 
@@ -45,7 +46,7 @@ def read_folder(path: str | Path) -> HuggingFaceFolder:
     config = read_json_object(path / CONFIG)
     generation = read_json_object(path / GENERATION) if (path / GENERATION).is_file() else {}
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CheckpointError(
             f"{path / CONFIG}: model_type {model_type!r} is not supported, only {', '.join(FAMILIES)}; any other "
             "encoder-decoder can be exported as your own model, see docs/your-own-model.md"

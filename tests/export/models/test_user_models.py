@@ -115,7 +115,7 @@ def test_a_request_for_a_hidden_state_that_the_model_does_not_return_is_refused(
         (
             "own_model:",
             [],
-            "own_model: is not g2p, a preset, a checkpoint folder or package.module:factory",
+            "own_model: is not g2p, a preset (see: fatdeploy presets), a Hugging Face folder, a checkpoint folder",
         ),
     ],
 )

@@ -116,6 +116,21 @@ def test_settings_that_give_another_target_are_a_miss(
         fatdeploy.export_model(str(folder), tmp_path / "bundle")
 
 
+def test_ids_that_a_folder_leaves_to_its_family_are_compared_too(tmp_path: Path) -> None:
+    write_folder("bart", 3, tmp_path / "folder")
+    (tmp_path / "folder" / "generation_config.json").unlink()
+    path = tmp_path / "folder" / "config.json"
+    config = json.loads(path.read_text())
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+    path.write_text(json.dumps({name: value for name, value in config.items() if name not in ids}))
+    bundle = fatdeploy.export_model(str(tmp_path / "folder"), tmp_path / "bundle")
+    assert (bundle.spec.pad_id, bundle.spec.bos_id, bundle.spec.eos_id) == (1, 2, 2)
+    record = read_certificate(bundle).original
+    assert record is not None
+    assert record.agreement is not None
+    assert [result.targets for result in record.agreement.generated] == [13, 13]
+
+
 def test_samples_are_not_compared(folder: Path, tmp_path: Path) -> None:
     other = copied(folder, tmp_path / "other")
     change_settings(other, do_sample=True, temperature=0.7, num_beams=1, early_stopping=False, length_penalty=1.0)

@@ -31,7 +31,7 @@ def text_of_folder(folder: Path) -> TextFiles | None:
         try:
             content = (folder / TOKENIZER).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"cannot read {folder / TOKENIZER}: {error}") from error
+            raise CheckpointError(f"cannot read {folder / TOKENIZER} ({error}): {ADVICE}") from error
         return json_files(settings, content)
     if name in PIECE_FAMILIES and (folder / PIECE_FAMILIES[name].file).is_file():
         return piece_files(settings)
@@ -66,7 +66,7 @@ def _with_special_tokens(settings: TokenizerSettings, content: str, roles: dict[
     try:
         tokenizer: Any = tokenizers.Tokenizer.from_str(content)
     except Exception as error:  # the package raises nothing more specific
-        raise CheckpointError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+        raise CheckpointError(f"cannot read {path} ({' '.join(str(error).split())}): {ADVICE}") from error
     known = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
     new = []
     for name, properties in _named_tokens(settings, roles).items():
