@@ -188,7 +188,7 @@ def numbered_lines(stream: Iterable[bytes]) -> Iterator[tuple[str, str]]:
 def read_line(model: "Model", line: InputLine, *, split: str | None, **reading: Any) -> Any:
     """Return what the model reads of a line: a source, or the sentences of a text."""
     if split is None:
-        return model.read(line.source, prefix=line.prefix, **reading)
+        return model.read(line.source, prefix=line.prefix, **{**reading, **line.languages()})
     return model.read_document(str(line.source), **reading)
 
 
@@ -200,6 +200,11 @@ def checked(
         try:
             readable = read(line)
         except SpecMismatch as error:
+            raise ConfigError(f"{place}: {error}") from error
+        except ConfigError as error:
+            # What the options say is wrong for all lines.
+            if not line.languages():
+                raise
             raise ConfigError(f"{place}: {error}") from error
         yield line, readable
 

@@ -138,7 +138,8 @@ def test_json_lines_of_text_are_read_as_text_and_with_ids_as_ids(text_bundle: Bu
         ('{"prefix": [5]}', "source is missing"),
         (
             '{"source": [9], "prefx": [5], "prefix": 5}',
-            "unknown key 'prefx', expected source and prefix; prefix must be a text or a list of token ids, found 5",
+            "unknown key 'prefx', expected source, prefix, source_language, target_language; "
+            "prefix must be a text or a list of token ids, found 5",
         ),
         ('{"source": [9, true]}', "source must be a text or a list of token ids, found [9, True]"),
         ('{"source": null}', "source must be a text or a list of token ids, found None"),

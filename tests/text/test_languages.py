@@ -217,6 +217,27 @@ def test_languages_are_typed_and_listed(folder: Path) -> None:
     ]
 
 
+def test_json_lines_name_languages_of_their_own(folder: Path) -> None:
+    bundle = in_languages(folder, PREFIX)
+    lines = [
+        {"source": "w20", "source_language": "deu_Latn", "target_language": "eng_Latn"},
+        {"source": "w20", "target_language": "deu_Latn", "prefix": "w5"},
+        {"source": "w20"},
+    ]
+    stdin = "\n".join(map(json.dumps, lines))
+    ran = run(bundle, "--json-lines", "--json", "--target-language", "fra_Latn", stdin=stdin)
+    assert ran.exit_code == 0, ran.stderr
+    results = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert [result["target_language"] for result in results[:2]] == ["eng_Latn", "deu_Latn"]
+    assert results[0]["text"] == words(expected([10, 20, 2], forced_bos_id=11))
+    assert results[2]["text"] == words(expected([11, 20, 2], forced_bos_id=12))
+    assert "w5" in results[1]["text"]
+    wrong = run(bundle, "--json-lines", stdin='{"source": "w20", "target_language": "ger_Latn"}')
+    assert wrong.stderr.startswith("Error: line 1: languages refused: target_language 'ger_Latn' is unknown; near: ")
+    typed = run(bundle, "--json-lines", stdin='{"source": "w20", "target_language": 5}')
+    assert "line 1: target_language must be a language code, found 5" in typed.stderr
+
+
 def test_split_keeps_the_lines_of_standard_input_and_of_texts(plain: Bundle) -> None:
     first, second, third = run(plain, "w20 w21!", "W", "w31").stdout.splitlines()
     ran = run(plain, "--split", "sentences", stdin="w20 w21! W\n\n  w31\n")

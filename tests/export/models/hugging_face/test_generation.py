@@ -28,7 +28,7 @@ def drawn_sources(draw: np.random.Generator, spec: ModelSpec, count: int) -> lis
 def test_targets_match_generate(family: str, beams: int, shortest: int, tmp_path: Path) -> None:
     theirs = write_folder(family, 100 * beams + shortest, tmp_path).model()
     engine = EagerEngine(model_from_folder(tmp_path)[0].double())
-    sources = drawn_sources(np.random.default_rng(beams), engine.spec, 3)
+    sources = drawn_sources(np.random.default_rng(beams), engine.spec, 4)
     options = DecodeOptions(
         num_beams=beams,
         max_new_tokens=12,
