@@ -22,8 +22,7 @@ from tests.support.hugging_face_folders import write_folder
 REQUEST = BuildRequest(flavour="tensorrt-rtx", capabilities=("8.6",))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["t5", "marian", "encoder-decoder"])
+@pytest.mark.parametrize("family", ["t5", "marian", pytest.param("encoder-decoder", marks=pytest.mark.slow)])
 def test_engines_of_an_imported_model_are_built(family: str, tmp_path: Path) -> None:
     write_folder(family, 3, tmp_path / "folder")
     bundle = fatdeploy.export_model(
