@@ -16,7 +16,7 @@ WHEEL_VENV := .venv-wheel
 .PHONY: demo test test-slow test-real real-models lint types pytest format bench readme test-gpu check-tag dist wheel-test clean
 
 demo: $(VENV)/.export
-	$(BIN)/fatdeploy demo --bundle build/g2p.bundle
+	$(BIN)/fatdeploy demo --bundle build/g2p.bundle $(addprefix --translate ,$(wildcard build/real/opus-mt-zh-en))
 
 test: lint types pytest
 

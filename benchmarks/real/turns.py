@@ -11,7 +11,6 @@ from typing import Any, Literal, Protocol
 
 from benchmarks.harness.rounds import print_turn
 from benchmarks.real.sources import MODEL, PEER, Vocabulary
-from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.model import load
 
 RealEngine = Literal["fatdeploy", "ctranslate2"]
@@ -55,9 +54,8 @@ class BundleTranslating:
 
     def __init__(self, turn: RealTurn, sizes: RealSizes) -> None:
         self.model = load(sizes.bundle, threads=turn.threads)
-        self.options = DecodeOptions(
-            max_new_tokens=sizes.max_new_tokens, num_beams=1, suppress_tokens=suppressed(sizes)
-        )
+        # Otherwise the folder's own settings, as the bundle has them.
+        self.options = self.model.options_with(num_beams=1, max_new_tokens=sizes.max_new_tokens)
 
     def targets(self, sources: Ids) -> Ids:
         """Return greedy targets without EOS."""
@@ -86,12 +84,6 @@ class PeerTranslating:
 
 
 ENGINES: dict[RealEngine, type[Translating]] = {"fatdeploy": BundleTranslating, "ctranslate2": PeerTranslating}
-
-
-def suppressed(sizes: RealSizes) -> tuple[int, ...]:
-    """Return the tokens that must not be chosen: the padding, as the folder's own settings say."""
-    settings = json.loads((Path(sizes.real) / MODEL / "generation_config.json").read_text())
-    return tuple(token for [token] in settings["bad_words_ids"])
 
 
 def measured(turn: RealTurn, sizes: RealSizes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``fatdeploy demo``: the bundled model pronounces words, and the terminal shows how well and how fast."""
+"""``fatdeploy demo``: the bundled model pronounces words, another translates; how well and how fast is shown."""
 
 import json
 from pathlib import Path
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Examples:
   fatdeploy demo
   fatdeploy demo onomatopoeia "o'clock" --json
+  fatdeploy demo --translate build/real/opus-mt-zh-en
 """
 )
 @click.argument("words", nargs=-1)
@@ -30,8 +31,13 @@ Examples:
     type=click.Path(path_type=Path),
     help="Folder of the exported model, written if missing; a bundle with another precision or attention is refused.",
 )
+@click.option(
+    "--translate",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Also translate Chinese sentences with this Hugging Face folder; its bundle is kept beside it.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def demo(words: tuple[str, ...], bundle: Path, as_json: bool) -> None:
+def demo(words: tuple[str, ...], bundle: Path, translate: Path | None, as_json: bool) -> None:
     """Pronounce English words with the bundled model.
 
     The first run exports the model to int8 and proves that its graphs return what the PyTorch model returns. Every run
@@ -41,14 +47,19 @@ def demo(words: tuple[str, ...], bundle: Path, as_json: bool) -> None:
     """
     need_export_packages()
     from fatdeploy.export.g2p.demo import WORDS, demonstrated
+    from fatdeploy.export.g2p.translation import translated
 
     result = demonstrated(words or WORDS, bundle, show_stage)
+    if not as_json:
+        for line in _lines(result):
+            click.echo(line)
+        click.echo(f"bundle: {bundle}, {result.bundle_bytes / 1e6:.1f} MB. Next: fatdeploy run {bundle} YOUR WORDS")
+    act = None if translate is None else translated(translate, show_stage)
     if as_json:
-        click.echo(json.dumps(result.as_dict()))
-        return
-    for line in _lines(result):
-        click.echo(line)
-    click.echo(f"bundle: {bundle}, {result.bundle_bytes / 1e6:.1f} MB. Next: fatdeploy run {bundle} YOUR WORDS")
+        click.echo(json.dumps(result.as_dict() | ({} if act is None else {"translation": act.as_dict()})))
+    elif act is not None:
+        click.echo("\n" + "\n".join(act.lines()))
+        click.echo(f"bundle: {act.bundle}, {act.bundle_bytes / 1e6:.1f} MB. Next: fatdeploy run {act.bundle} 你好")
 
 
 def _lines(result: "Demonstration") -> list[str]:

@@ -14,8 +14,7 @@ from fatdeploy.export.models.exportable import Choices, Exportable, exportable_m
 from fatdeploy.export.models.loading import Lengths, model_from_source
 from fatdeploy.export.proof.original import original_record
 from fatdeploy.manifest import PROBES
-from fatdeploy.runtimes.decoding.options import DecodeOptions
-from fatdeploy.runtimes.defaults import options_from_record
+from fatdeploy.runtimes.defaults import default_options
 from fatdeploy.runtimes.engines.protocol import Engine
 from fatdeploy.runtimes.proof.lockstep import compared, logit_agreement
 from fatdeploy.runtimes.proof.probes import read_probes
@@ -44,8 +43,8 @@ def compared_with_model(
     if origin.original is None:
         return agreement, None
     probes = read_probes(bundle.file(PROBES))
-    options = DecodeOptions() if origin.generation is None else options_from_record(origin.generation, bundle.spec)
-    return agreement, original_record(origin.original, exportable, engine, probes, options)
+    # The bundle's own defaults, not the folder's settings read again: they may have changed since.
+    return agreement, original_record(origin.original, exportable, engine, probes, default_options(bundle))
 
 
 def _like(spec: ModelSpec, model: Exportable, source: str) -> Exportable:

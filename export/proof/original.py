@@ -3,6 +3,7 @@
 import copy
 import importlib.metadata
 import importlib.util
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from fatdeploy.certificate import GenerateAgreement, OriginalAgreement, OriginalRecord
 from fatdeploy.errors import CheckpointError, ParityFailed
 from fatdeploy.export.models.exportable import Exportable
+from fatdeploy.export.proof.shared_settings import reads_padding, shared_settings
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.loop import decode
@@ -25,7 +27,7 @@ from fatdeploy.runtimes.engines.protocol import Engine
 from fatdeploy.runtimes.proof.forced import decoder_inputs
 from fatdeploy.runtimes.proof.lockstep import NOISE
 from fatdeploy.runtimes.proof.probes import Probe
-from fatdeploy.spec import ModelSpec
+from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 PACKAGE = "transformers"
 # Larger models are compared in float32: two of them in float64 would not fit into the memory of a small machine.
@@ -69,16 +71,22 @@ class Original:
         return logits
 
     @torch.inference_mode()
-    def generated(self, probe: Probe, limit: int) -> list[tuple[list[int], float | None]]:
+    def generated(self, source: Tokens, mask: Mask, limit: int) -> list[tuple[list[int], float | None]]:
         """Return each source's best target without its start token, and its score if beams give it one."""
-        results = self.model.generate(
-            torch.from_numpy(probe.source),
-            attention_mask=torch.from_numpy(probe.mask).long(),
-            return_dict_in_generate=True,
-            output_scores=True,
-            max_new_tokens=limit,
-            use_cache=False,  # nothing remembered can be wrong: the cache of T5 fails if the decoder has more layers
-        )
+        try:
+            results = self.model.generate(
+                torch.from_numpy(source),
+                attention_mask=torch.from_numpy(mask).long(),
+                return_dict_in_generate=True,
+                output_scores=True,
+                max_new_tokens=limit,
+                use_cache=False,  # nothing remembered can be wrong: T5's fails if the decoder has more layers
+            )
+        except Exception as error:  # settings that it refuses make it raise anything
+            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ParityFailed(
+                f"{PACKAGE} {self.version} cannot generate with the folder's settings: {cause}"
+            ) from error
         targets = results.sequences[:, 1:].tolist()
         scores = getattr(results, "sequences_scores", None)
         return list(zip(targets, [None] * len(targets) if scores is None else scores.tolist(), strict=True))
@@ -126,7 +134,9 @@ def compared_with_original(
         _complete_ids(original.model.generation_config, engine.spec)
         generated = []
         if not options.sample:
-            generated.append(_same_targets(original, engine, probes, "the folder's settings", options))
+            shared, unshared = shared_settings(options, original.model.generation_config)
+            name = "the folder's settings" + (f" but for {', '.join(unshared)}" if unshared else "")
+            generated.append(_same_targets(original, engine, probes, name, shared))
         # Replaced, not passed: ``generate`` fills what a passed one leaves open with the model's own.
         original.model.generation_config = _plain_settings(original.model, engine.spec)
         greedy = DecodeOptions(suppress_tokens=engine.spec.silent_ids)
@@ -173,10 +183,13 @@ def _same_targets(
     """Compare an engine's targets with those of ``generate``; another target with another score is ParityFailed."""
     short = [probe for probe in probes if probe.source.shape[1] <= LONGEST]
     sources = [ids[real].tolist() for probe in short for ids, real in zip(probe.source, probe.mask, strict=True)]
-    limit = min(max(NEW_TOKENS, options.min_new_tokens + 8), engine.spec.max_target - 1)
+    limit = min(max(NEW_TOKENS, options.min_new_tokens + 8), engine.spec.max_target)
     ours = decode(engine, sources, replace(options, max_new_tokens=limit))
     ties = 0
-    theirs = [result for probe in short for result in original.generated(probe, limit)]
+    batches = [(probe.source, probe.mask) for probe in short]
+    if reads_padding(options):
+        batches = [(np.array([source]), np.ones((1, len(source)), bool)) for source in sources]
+    theirs = [result for source, mask in batches for result in original.generated(source, mask, limit)]
     for index, (hypothesis, (target, score)) in enumerate(zip(ours, theirs, strict=True)):
         if list(hypothesis.tokens) == _cut(target, engine.spec, options):
             continue
@@ -238,7 +251,9 @@ def _quiet() -> Iterator[None]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            yield
     finally:
         logging.set_verbosity(level)
         if bars:

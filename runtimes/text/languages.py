@@ -89,11 +89,17 @@ def checked_pairs(
     return [LanguagePair(source, target) for source, target in zip(*columns, strict=True)]
 
 
-def missing_target(languages: Languages | None, text: str, pair: LanguagePair) -> str:
-    """Return why a text cannot be read without the language of its target; empty if it can."""
-    if languages is None or not languages.needs_target or pair.target is not None:
+def wrong_target(languages: Languages | None, text: str, pair: LanguagePair) -> str:
+    """Return why a text cannot be read in the language of its target, or without one; empty if it can."""
+    if languages is None:
         return ""
-    if languages.target == "marker" and text.startswith(">>"):
+    if languages.target == "marker" and text.startswith(">>") and "<<" in text:
+        code = text[2 : text.find("<<")]
+        if pair.target is not None:
+            return f"the text already begins with >>{code}<<: leave out the marker or target_language = {pair.target!r}"
+        # Its token would be that of unknown pieces, and the target in any language.
+        return "" if code in languages.ids else f"the text's marker {_unknown(languages, code)}"
+    if not languages.needs_target or pair.target is not None:
         return ""
     return (
         "this model needs the language of the target: target_language=CODE, --target-language CODE; "

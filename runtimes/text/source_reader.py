@@ -13,7 +13,7 @@ from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.decoding.prompts import PrefixIds
 from fatdeploy.runtimes.decoding.sources import checked_sources, row_of
-from fatdeploy.runtimes.text.languages import DEFAULT_PAIR, LanguagePair, encoded_in, missing_target
+from fatdeploy.runtimes.text.languages import DEFAULT_PAIR, LanguagePair, encoded_in, wrong_target
 from fatdeploy.runtimes.text.reading import needed_tokenizer, text_record, tokenizer_of
 from fatdeploy.runtimes.text.sentences import SplitText, split_sentences
 from fatdeploy.runtimes.text.tokenizer import Encoded, Tokenizer
@@ -75,7 +75,7 @@ class SourceReader:
         if isinstance(source, ReadSource):
             return source if pair == DEFAULT_PAIR else self._in_language(source, pair)
         if isinstance(source, str):
-            if reason := missing_target(self.languages, source, pair):
+            if reason := wrong_target(self.languages, source, pair):
                 raise ConfigError(f"languages refused: {reason}")
             encoded = encoded_in(self.needed_tokenizer(), source, pair)
         else:

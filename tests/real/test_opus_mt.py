@@ -10,19 +10,15 @@ import pytest
 
 from benchmarks.real.answers import BEAMS, MAX_NEW_TOKENS, NOISE, Answer, answers
 from benchmarks.real.exports import kept_bundle
-from benchmarks.real.folders.opus_mt import EOS, PAD
+from benchmarks.real.folders.opus_mt import EOS
 from benchmarks.real.sources import MODEL, REAL, all_sentences, sentences, source_ids
-from fatdeploy import DecodeOptions, Model, load
+from fatdeploy import Model, load
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 
 pytestmark = [
     pytest.mark.real,
     pytest.mark.skipif(not (REAL / MODEL).exists(), reason=f"build/real/{MODEL} does not exist: run make real-models"),
 ]
-# What generation_config.json says, spelled out.
-OWN = DecodeOptions(
-    max_new_tokens=MAX_NEW_TOKENS, num_beams=4, bad_words=((PAD,),), forced_eos_id=EOS, renormalize=True
-)
 TIE = 2  # noise bounds; a smaller margin of the reference may fall either way
 SCORES = 1e-4
 
@@ -75,8 +71,7 @@ def test_transformers_and_ctranslate2_agree_on_every_sentence(search: str) -> No
 
 
 def test_greedy_tokens_are_those_of_generate_and_of_ctranslate2(model: Model) -> None:
-    options = DecodeOptions(max_new_tokens=MAX_NEW_TOKENS, bad_words=((PAD,),), forced_eos_id=EOS)
-    ours = tokens_of(model.generate(source_ids(sentences()), options))
+    ours = tokens_of(model.generate(source_ids(sentences()), num_beams=1, max_new_tokens=MAX_NEW_TOKENS))
     misses, ties = greedy_misses(ours, answers("transformers-greedy"))
     print(f"{len(ours)} sentences, {len(ties)} ties {ties}")
     assert misses == []
@@ -85,15 +80,8 @@ def test_greedy_tokens_are_those_of_generate_and_of_ctranslate2(model: Model) ->
 
 
 def test_four_beams_are_those_of_generate_and_of_ctranslate2(model: Model) -> None:
-    options = DecodeOptions(
-        max_new_tokens=MAX_NEW_TOKENS,
-        num_beams=BEAMS.beams,
-        early_stopping=BEAMS.early_stopping,
-        bad_words=((PAD,),),
-        forced_eos_id=EOS,
-        renormalize=True,
-    )
-    hypotheses = model.generate(source_ids(sentences()), options)
+    changes = {"early_stopping": BEAMS.early_stopping, "max_new_tokens": MAX_NEW_TOKENS}
+    hypotheses = model.generate(source_ids(sentences()), num_beams=BEAMS.beams, **changes)
     for name in ("transformers-beams", "ctranslate2-beams"):
         assert different_rows(tokens_of(hypotheses), [answer.tokens for answer in answers(name)]) == [], name
     assert worst_score(hypotheses, answers("transformers-beams")) <= SCORES
@@ -101,6 +89,17 @@ def test_four_beams_are_those_of_generate_and_of_ctranslate2(model: Model) -> No
 
 def test_the_settings_of_the_folder_give_what_generate_gives(model: Model) -> None:
     expected = answers("transformers-folder")
-    hypotheses = model.generate(source_ids(sentences()), OWN)
+    assert (model.options.num_beams, model.options.forced_eos_id, model.options.renormalize) == (4, EOS, True)
+    hypotheses = model.generate(source_ids(sentences()), max_new_tokens=MAX_NEW_TOKENS)
     assert different_rows(tokens_of(hypotheses), [answer.tokens for answer in expected]) == []
     assert worst_score(hypotheses, expected) <= SCORES
+
+
+def test_text_becomes_the_ids_of_marians_tokenizer(model: Model) -> None:
+    texts = all_sentences()
+    assert [model.read(text).ids.tolist() for text in texts] == source_ids(texts)
+
+
+def test_a_sentence_in_chinese_comes_out_in_english(model: Model) -> None:
+    [hypothesis] = model.generate(["今天天气很好，我们去公园散步吧。"])
+    assert hypothesis.text == "It's a nice day. Let's go for a walk in the park."

@@ -72,7 +72,7 @@ OTHERS: list[dict[str, Any]] = [
     {"output_bias": True, "copy": True},
     {"tie_output": "no"},
     {"tie_embeddings": False, "tie_output": "yes"},
-    {"tie_embeddings": False, "source_vocab_size": 51},
+    {"tie_embeddings": False, "source_vocab_size": 60},
     {"relative": "table", "relative_window": 3},
     {"relative": "table", "relative_window": 5, "relative_each_layer": True},
     {"relative": "angle", "relative_each_layer": True},
@@ -105,7 +105,7 @@ OTHERS: list[dict[str, Any]] = [
         "target_embedding_norm": "after",
         "tie_embeddings": False,
         "tie_output": "yes",
-        "source_vocab_size": 51,
+        "source_vocab_size": 60,
         "decoder_ffn_width": 40,
     },
 ]

@@ -125,6 +125,12 @@ def test_ids_cannot_get_a_source_language_or_a_marker(folder: Path) -> None:
             model.generate(["w20"], source_language="fra", target_language="fra")
         with pytest.raises(ConfigError, match="this model needs the language of the target"):
             model.generate(["w20"])
+        with pytest.raises(ConfigError, match="the text's marker 'fr' is unknown; near: fra"):
+            model.generate([">>fra<< w20", ">>fr<< w20"])
+        with pytest.raises(
+            ConfigError, match="the text already begins with >>deu<<: leave out the marker or target_la"
+        ):
+            model.generate([">>deu<< w20"], target_language="fra")
         assert model.read(">>fra<< w20").ids.tolist() == [3, 20, 2]
         assert model.read("w20", target_language="fra").ids.tolist() == [3, 20, 2]
 

@@ -35,6 +35,7 @@ TINY = "transformer-tiny"
 # The longest source is not a multiple of SOURCE_MULTIPLE: it cannot be padded to one.
 MOST = 30
 PLAIN: dict[str, Any] = {
+    "tokenizer": "keep",
     "precision": "fp32",
     "precision_of": (),
     "cpu": "any",

@@ -13,7 +13,12 @@ import fatdeploy
 from fatdeploy.certificate import read_certificate
 from fatdeploy.cli import main
 from fatdeploy.errors import CheckpointError, ParityFailed
+from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.export.models.exportable import exportable_model
+from fatdeploy.export.models.loading import Lengths, imported_model
 from fatdeploy.export.proof import original
+from fatdeploy.export.proof.draw_probes import drawn_probes
+from fatdeploy.runtimes.defaults import options_from_record
 from tests.support.hugging_face_folders import write_folder
 
 SETTINGS = {"num_beams": 3, "max_length": 20, "no_repeat_ngram_size": 3, "length_penalty": 0.8, "early_stopping": True}
@@ -73,6 +78,15 @@ def test_other_weights_in_the_original_are_a_miss(bundle: Path, folder: Path, tm
     tensors["model.decoder.layers.0.fc2.bias"][0] += 1.0
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ParityFailed, match="row 0, step 0"):
+        fatdeploy.verify(bundle, against=str(other))
+
+
+def test_a_bundle_that_decodes_with_other_settings_than_the_original_is_a_miss(
+    bundle: Path, folder: Path, tmp_path: Path
+) -> None:
+    other = copied(folder, tmp_path / "other")
+    change_settings(other, repetition_penalty=3.0)
+    with pytest.raises(ParityFailed, match=r"source \d, the folder's settings, position \d+: transformers 5\S+ says"):
         fatdeploy.verify(bundle, against=str(other))
 
 
@@ -139,6 +153,57 @@ def test_samples_are_not_compared(folder: Path, tmp_path: Path) -> None:
     assert record is not None
     assert record.agreement is not None
     assert [result.settings for result in record.agreement.generated] == ["greedy search"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "unshared"),
+    [
+        ({"num_return_sequences": 3}, "num_return_sequences"),
+        ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, "num_beam_groups, diversity_penalty"),
+        ({"max_time": 1e-3}, "max_time"),
+        ({"stop_strings": ["x"]}, "stop_strings"),
+        ({"forced_decoder_ids": [[1, 13]]}, "forced_decoder_ids"),
+        ({"guidance_scale": 2.0, "token_healing": True}, "guidance_scale, token_healing"),
+        ({"penalty_alpha": 0.6, "prompt_lookup_num_tokens": 3}, "penalty_alpha, prompt_lookup_num_tokens"),
+        ({"watermarking_config": {"bias": 2.0}, "force_words_ids": [[13]]}, "watermarking_config, force_words_ids"),
+        ({"encoder_repetition_penalty": 1.7, "encoder_no_repeat_ngram_size": 1, "num_beams": 1}, ""),
+        ({"min_length": 200, "max_length": 300}, ""),
+        ({"cache_implementation": "static", "guidance_scale": 1}, ""),
+    ],
+    ids=str,
+)
+def test_settings_that_only_one_side_has_are_left_out_and_named(
+    settings: dict[str, object], unshared: str, folder: Path, tmp_path: Path
+) -> None:
+    other = copied(folder, tmp_path / "other")
+    change_settings(other, **settings)
+    model, origin = imported_model(other, None, Lengths())
+    exportable = exportable_model(model)
+    assert origin.generation is not None
+    options = options_from_record(origin.generation, exportable.spec)
+    engine = EagerEngine(exportable)
+    record = original.original_record(other, exportable, engine, drawn_probes(engine), options)
+    assert record.agreement is not None
+    by_settings = record.agreement.generated[0]
+    assert by_settings.settings == "the folder's settings" + (f" but for {unshared}" if unshared else "")
+    assert (by_settings.targets, by_settings.ties) == (13, 0)
+
+
+def test_settings_that_the_package_refuses_are_an_error_in_one_line(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = original.opened_original
+
+    def tampered(path: Path) -> original.Original:
+        opened = honest(path)
+        opened.model.generation_config.num_beams = "three"
+        return opened
+
+    monkeypatch.setattr(original, "opened_original", tampered)
+    with pytest.raises(
+        ParityFailed, match=r"^transformers 5\S+ cannot generate with the folder's settings: TypeError: .+$"
+    ):
+        fatdeploy.export_model(str(folder), tmp_path / "bundle")
 
 
 def test_without_the_package_the_certificate_says_so(

@@ -29,7 +29,7 @@ def test_queries_that_carry_the_factor_give_the_same_logits(preset: str) -> None
     assert changed
     assert all(name.endswith((".q.weight", ".q.bias", ".qkv.weight", ".qkv.bias")) for name in changed)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    factor = 1 / math.sqrt(model.config.head_width)
+    factor = 1 / math.sqrt(model.config.encoder_heads.width)
     assert all(module.scale == factor for module in model.modules() if isinstance(module, Scores))
 
 
