@@ -6,7 +6,7 @@ run continues where it stopped.
 """
 
 import json
-import shutil
+import tempfile
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +22,7 @@ from benchmarks.harness.rounds import turn_result
 from benchmarks.harness.rows import bundle_facts
 from benchmarks.harness.targets import verdict
 from benchmarks.real.answers import MAX_NEW_TOKENS, NOISE, Answer, answers
-from benchmarks.real.exports import CALIBRATION, PROBES, export_real, kept_bundle
+from benchmarks.real.exports import CALIBRATION, PROBES, ExportTurn, export_real, kept_bundle
 from benchmarks.real.sources import MODEL, PEER, REAL, sentences, source_ids
 from benchmarks.real.targets import best, export_targets, speed_targets
 from benchmarks.real.turns import RealPart, RealSizes, RealTurn
@@ -34,6 +34,7 @@ PACKAGES = ("fatdeploy", "onnxruntime", "ctranslate2", "torch", "transformers", 
 PARTS: tuple[RealPart, ...] = ("alone", "bulk")
 SPLITS = ((1, 2), (2, 1))  # CTranslate2's workers, and the threads of each
 BATCHES = (16, 32, 64)
+EXPORT_ATTEMPTS = 2
 CLEAR = 10  # margins of the sentences in noise bounds: equality has no excuse
 
 
@@ -80,19 +81,25 @@ def row_of(turn: RealTurn, rounds: list[dict[str, Any]]) -> dict[str, Any]:
     return {**row, "tokens_per_second": {"p50": float(np.median(rates)), "max": float(rates.max())}}
 
 
-def export_result(cache: Path) -> dict[str, Any]:
+def export_result(run: Recording) -> dict[str, Any]:
     """Return the seconds of exports in fp32 and int8, and what their certificates say."""
-    rows = []
-    for precision in ("fp32", "int8"):
-        shutil.rmtree(out := cache / f"real-export.{precision}.bundle", ignore_errors=True)
-        rows.append(export_real(precision, out))
-        shutil.rmtree(out)
+    probe = NoiseProbe(attempts=EXPORT_ATTEMPTS)
+    turns = [ExportTurn("fp32"), ExportTurn("int8")]
+
+    def measure(turn: ExportTurn) -> Any:
+        with tempfile.TemporaryDirectory(dir=run.cache) as folder:
+            return export_real(turn.precision, Path(folder, "bundle"))
+
+    results = run.measured(dict.fromkeys(turns, 1), lambda turn: probe.measured(lambda: measure(turn)), {})
+    rows = [results[turn][0] for turn in turns]
+    exports = [row["result"] for row in rows]
     return {
         "model": MODEL,
         "calibration": CALIBRATION,
         "probes": PROBES,
-        "targets": export_targets(rows),
-        "export": rows,
+        "noise": probe.facts(rows),
+        "targets": export_targets(exports),
+        "export": exports,
     }
 
 
@@ -108,7 +115,7 @@ def main(part: Literal["speed", "export"], out: Path, cache: Path, **sizes: int)
     if not (REAL / MODEL).exists():
         raise SystemExit(f"build/real/{MODEL} does not exist: run make real-models")
     run = Recording(cache, out, PACKAGES)
-    result = speed_result(run, **sizes) if part == "speed" else export_result(run.cache)
+    result = speed_result(run, **sizes) if part == "speed" else export_result(run)
     run.write(result)
     for target in result["targets"]:
         click.echo(f"{target['target']}: {verdict(target)}")
