@@ -46,6 +46,8 @@ def text_of_folder(folder: Path) -> TextFiles | None:
 
 def json_files(settings: TokenizerSettings, content: str, roles: dict[str, str] | None = None) -> TextFiles:
     """Return a tokenizer.json with the special tokens that the settings name beside it."""
+    import tokenizers
+
     path = settings.folder / TOKENIZER
     content = _with_special_tokens(settings, content, roles or {}, path)
     values = json.loads(content)
@@ -53,9 +55,11 @@ def json_files(settings: TokenizerSettings, content: str, roles: dict[str, str] 
     eos = settings.named(**(roles or {})).get("eos_token", "</s>")
     # Blanks before punctuation are part of what byte-level and other BPE writes, so transformers leaves them there.
     clean_up = settings.clean_up and values["model"].get("type") != "BPE"
-    record = TextRecord(
-        "tokenizer_json", (TOKENIZER,), clean_up=clean_up, languages=languages_of(settings, added, added.get(eos, 0))
-    )
+    end_id = tokenizers.Tokenizer.from_str(content).token_to_id(eos)
+    languages = languages_of(settings, added, end_id or 0)
+    if languages is not None and end_id is None:
+        raise CheckpointError(f"{path} has no token {eos!r}, which ends a source in a language: {ADVICE}")
+    record = TextRecord("tokenizer_json", (TOKENIZER,), clean_up=clean_up, languages=languages)
     return TextFiles(str(settings.folder), record, {TOKENIZER: content.encode()})
 
 

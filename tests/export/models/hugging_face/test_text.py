@@ -297,3 +297,21 @@ def test_a_tokenizer_of_another_model_is_refused_before_anything_is_traced(tmp_p
         CheckpointError, match=r"the model has 64 tokens, vocab.json has .* it belongs to another model"
     ):
         write_bundle(model_of("transformer-tiny"), tmp_path / "bundle", origin=origin)
+
+
+@pytest.mark.parametrize("has_end", [True, False])
+def test_the_end_of_a_source_is_looked_up_in_the_vocabulary_and_never_guessed(tmp_path: Path, has_end: bool) -> None:
+    words = ["<unk>", "a", "eng_Latn", "fra_Latn", *(["</s>"] if has_end else [])]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.add_special_tokens(["eng_Latn", "fra_Latn"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": "NllbTokenizer"})
+    write_json(tmp_path / "config.json", {"model_type": "m2m_100"})
+    if not has_end:
+        with pytest.raises(CheckpointError, match="has no token '</s>', which ends a source in a language"):
+            text_of_folder(tmp_path)
+        return
+    files = text_of_folder(tmp_path)
+    assert files is not None
+    assert files.record.languages is not None
+    assert files.record.languages.end_id == 4
