@@ -39,19 +39,15 @@ ODD = [
 
 
 @cache
-def project_lines() -> list[str]:
-    """Return lines of the project's own files, shuffled."""
-    files = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("runtimes/**/*.py")])
-    lines = [line.strip() for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    lines = sorted({line for line in lines if len(line) > 20})
-    random.Random(0).shuffle(lines)
-    return lines
+def sample_lines() -> list[str]:
+    """Return lines of prose and code. They are a file of their own: drawn models must not change with the project."""
+    return (ROOT / "tests" / "data" / "text" / "lines.txt").read_text(encoding="utf-8").splitlines()
 
 
 def texts(count: int) -> list[str]:
     """Return texts to tokenise: lines, lines with odd characters inside, and odd ones."""
     draw = random.Random(1)
-    lines = project_lines()[: count - len(ODD)]
+    lines = sample_lines()[: count - len(ODD)]
     mixed = [line if index % 3 else f"{line[:20]}{draw.choice(ODD)}{line[20:50]}" for index, line in enumerate(lines)]
     return [*ODD, *mixed]
 
@@ -60,7 +56,7 @@ def texts(count: int) -> list[str]:
 def trained_pieces(kind: Kind = "unigram", size: int = 600, seed: int = 0, **ids: int) -> bytes:
     """Return a sentencepiece model; ``ids`` are those of its special pieces."""
     folder = Path(mkdtemp())
-    lines = project_lines()
+    lines = sample_lines()
     random.Random(seed).shuffle(lines := list(lines))
     (folder / "lines.txt").write_text("\n".join(lines[:1500] + ODD[:4] * 4), encoding="utf-8")
     settings: dict[str, Any] = {"vocab_size": size, "model_type": kind, "character_coverage": 0.9995, **ids}

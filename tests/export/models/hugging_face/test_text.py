@@ -20,7 +20,7 @@ from fatdeploy.spec import ModelSpec
 from fatdeploy.targets import Precision
 from fatdeploy.text import TextRecord
 from tests.support.bundles import model_of
-from tests.support.text.piece_folders import alone_folder, m2m_folder, marian_folder, project_lines, texts, write_json
+from tests.support.text.piece_folders import alone_folder, m2m_folder, marian_folder, sample_lines, texts, write_json
 
 TEXTS = texts(800)
 
@@ -55,7 +55,7 @@ def bart_folder(folder: Path) -> Path:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<s>", "<pad>", "</s>", "<unk>"]
     trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=special, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(project_lines()[:500], trainer)
+    tokenizer.train_from_iterator(sample_lines()[:500], trainer)
     model = json.loads(tokenizer.to_str())["model"]
     folder.mkdir(parents=True)
     write_json(folder / "vocab.json", {**model["vocab"], "<mask>": len(model["vocab"])})
@@ -71,7 +71,7 @@ def bert_folder(folder: Path, **config: object) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     tokenizer.train_from_iterator(
-        project_lines()[:500], trainers.WordPieceTrainer(vocab_size=400, special_tokens=special)
+        sample_lines()[:500], trainers.WordPieceTrainer(vocab_size=400, special_tokens=special)
     )
     vocabulary = tokenizer.get_vocab()
     folder.mkdir(parents=True)
