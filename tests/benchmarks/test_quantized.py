@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -299,9 +300,18 @@ def bar_width(path: str) -> float:
     return max(corners) - min(corners)
 
 
-def test_the_table_of_the_readme_has_one_row_per_engine(result: dict[str, Any]) -> None:
-    rows = [row for row in result["results"] if row["best_setting"]]
-    lines = speed_table(result, batch=2).splitlines()
+@pytest.fixture
+def timed(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the run with step times of our own: a peer's is a difference, which noise can make negative."""
+    copy = deepcopy(result)
+    for index, row in enumerate(copy["results"], 1):
+        row["phases"][STEP]["p50_ms"] = 0.25 * index
+    return copy
+
+
+def test_the_table_of_the_readme_has_one_row_per_engine(timed: dict[str, Any]) -> None:
+    rows = [row for row in timed["results"] if row["best_setting"]]
+    lines = speed_table(timed, batch=2).splitlines()
     assert [re.findall(r"\d+\.\d\d", line)[0] for line in lines[2:7]] == [
         f"{row['phases'][STEP]['p50_ms']:.2f}" for row in rows
     ]
@@ -309,12 +319,12 @@ def test_the_table_of_the_readme_has_one_row_per_engine(result: dict[str, Any]) 
     first, times = rows[0], rows[0]["times_faster"][STEP]
     share = f"{first['agreement']['forced']:.1%} of the tokens"
     assert f"speed being 1: fatdeploy {first['precision']} {times:.2f}× with {share}, " in lines[8]
-    assert f" of {len(result['targets'])} targets are met (" in lines[8]
+    assert f" of {len(timed['targets'])} targets are met (" in lines[8]
     assert lines[9].startswith("Measured on ")
 
 
-def test_the_picture_has_a_bar_for_each_engine_as_long_as_its_step(result: dict[str, Any]) -> None:
-    rows = [row for row in result["results"] if row["best_setting"]]
+def test_the_picture_has_a_bar_for_each_engine_as_long_as_its_step(timed: dict[str, Any]) -> None:
+    rows = [row for row in timed["results"] if row["best_setting"]]
     picture = speed_picture(rows, ENGINES, STEP)
     assert picture == speed_picture(rows, ENGINES, STEP)
     drawn = ElementTree.fromstring(picture)
