@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,4 +102,23 @@ class Engine(Stepper[State], Protocol[State]):
 
     def close(self) -> None:
         """Free everything; the engine cannot be used afterwards."""
+        ...
+
+
+@runtime_checkable
+class Refilling(Engine[State], Protocol[State]):
+    """An engine whose rows may be at different positions: new sources take the places of finished ones."""
+
+    @property
+    def refills(self) -> bool:
+        """Whether this engine's model can do it."""
+        ...
+
+    def refill(self, state: State, places: Rows, newcomers: State) -> None:
+        """Let the sources of a state that was just encoded take the places of sources of another.
+
+        ``places`` are indices of sources, one per newcomer. All rows of these places are at position 0 afterwards;
+        other rows stay as they are. A newcomer must not be longer than the longest source that the state was encoded
+        with. The caller still owns ``newcomers`` and releases it.
+        """
         ...
