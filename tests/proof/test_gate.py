@@ -22,7 +22,8 @@ from fatdeploy.export.models.exportable import Choices, exportable_model
 from fatdeploy.export.pipeline import Origin, Plain, trial_of, write_quantized
 from fatdeploy.export.quantize.examples import Example, random_examples
 from fatdeploy.export.quantize.gate import RANDOM_STEPS, Bar, Gate, Judgement, fewest_kept, metric_of
-from fatdeploy.export.quantize.quantizer import Quantizer, QuantizeRequest
+from fatdeploy.export.quantize.quantizer import Quantizer
+from fatdeploy.export.quantize.request import QuantizeRequest
 from fatdeploy.export.training.tokenizers import Kind, built_tokenizer
 from fatdeploy.machine import Machine
 from fatdeploy.manifest import DECODER, EMBEDDING, ENCODER, GATE, PARITY, WEIGHTS, Quantization

@@ -19,7 +19,7 @@ from fatdeploy.export.commands.export_options import precision_of, precisions_fr
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.models.exportable import Choices, exportable_model
 from fatdeploy.export.quantize.gate import Bar
-from fatdeploy.export.quantize.quantizer import QuantizeRequest
+from fatdeploy.export.quantize.request import QuantizeRequest
 from fatdeploy.export.reference.checkpoint import save_checkpoint
 from fatdeploy.machine import this_machine
 from fatdeploy.runtimes.decoding.loop import decode

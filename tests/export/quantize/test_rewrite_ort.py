@@ -24,7 +24,7 @@ from fatdeploy.export.quantize.calibrate import exposed
 from fatdeploy.export.quantize.integers import ValueRange, blocks_from_matrix, columns_from_matrix
 from fatdeploy.export.quantize.matrices import Product, products_of, tensor_from_array
 from fatdeploy.export.quantize.precisions import matrices_of, precisions_of
-from fatdeploy.export.quantize.quantizer import QuantizeRequest
+from fatdeploy.export.quantize.request import QuantizeRequest
 from fatdeploy.export.quantize.recipe import MatrixRecipe, Recipe
 from fatdeploy.export.quantize.rewrite_ort import quantized
 from fatdeploy.export.reference.model import ReferenceModel

@@ -17,7 +17,7 @@ from fatdeploy.export.models.exportable import exportable_model
 from fatdeploy.export.pipeline import Origin, Plain, trial_of, write_quantized
 from fatdeploy.export.quantize.examples import random_examples
 from fatdeploy.export.quantize.integers import columns_from_matrix
-from fatdeploy.export.quantize.quantizer import QuantizeRequest, check_request
+from fatdeploy.export.quantize.request import QuantizeRequest, check_request
 from fatdeploy.export.quantize.recipe import MatrixRecipe, Recipe
 from fatdeploy.export.quantize.rewrite_qdq import symmetric_range, with_scales
 from fatdeploy.manifest import DECODER, EMBEDDING, ENCODER, PARITY, WEIGHTS, Quantization
