@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fatdeploy.runtimes.decoding.hypothesis import Finish, RawTarget
-from fatdeploy.runtimes.decoding.processors.protocol import History
+from fatdeploy.runtimes.decoding.processors.protocol import rectangular
 from fatdeploy.runtimes.decoding.sampling import Sampler
 from fatdeploy.runtimes.decoding.scoring import Scorer, check_something_is_left
 from fatdeploy.runtimes.decoding.search import ALL, Move, Selection, Task, stays
@@ -115,7 +115,7 @@ class RowSearch:
         scores = self.scorer.logits(out)[rows]
         if self.scorer.processors:
             sources = self.rows[::count] // self.rows_per_source
-            scores = self.scorer.processed(scores, History(self._read_tokens()[rows], sources[rows]))
+            scores = self.scorer.processed(scores, rectangular(self._read_tokens()[rows], sources[rows]))
         return np.repeat(scores, count, 0) if count > 1 else scores
 
     def _read_tokens(self) -> Tokens:

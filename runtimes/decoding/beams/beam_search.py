@@ -10,7 +10,7 @@ from fatdeploy.runtimes.decoding.beams.beam import Beam, Finished, path
 from fatdeploy.runtimes.decoding.beams.chooser import Chooser
 from fatdeploy.runtimes.decoding.beams.kinds import DrawnBeam, GroupBeam
 from fatdeploy.runtimes.decoding.hypothesis import RawTarget
-from fatdeploy.runtimes.decoding.processors.protocol import History
+from fatdeploy.runtimes.decoding.processors.protocol import History, rectangular
 from fatdeploy.runtimes.decoding.prompts import Prompt
 from fatdeploy.runtimes.decoding.sampling import Sampler
 from fatdeploy.runtimes.decoding.scoring import Scorer, check_numbers
@@ -177,9 +177,9 @@ class BeamSearch:
     def _history(self, read: Tokens, rows: Selection, chosen: Tokens) -> History:
         sources = np.repeat([beams.source for beams in self.running], self.rows)
         if not chosen.size:
-            return History(read, sources[rows])
+            return rectangular(read, sources[rows])
         by_source = chosen[self._begun()]
-        return History(read, sources[rows], np.repeat(by_source, len(read) // len(by_source), 0))
+        return rectangular(read, sources[rows], np.repeat(by_source, len(read) // len(by_source), 0))
 
     def _narrowed(self, scores: Floats, sampler: Sampler) -> Floats:
         check_numbers(scores.max(-1))
