@@ -70,10 +70,10 @@ class BeamSearch:
 
     @property
     def want(self) -> Want:
-        """The engine's own top k where k is large enough and nothing changes the scores."""
+        """The engine's own top k where it pays, k is large enough and nothing changes the scores."""
         enough = self._n_candidates <= min(self.task.spec.top_k, self.task.spec.vocab_size)
         plain = not self.scorer.processors and self.task.options.shortlist is None and self.sampler is None
-        return Want.TOPK if enough and plain else self.scorer.want
+        return Want.TOPK if enough and plain and self.scorer.topk_pays else self.scorer.want
 
     def start(self) -> Move:
         """Return what all prompts have room for, one row per source: beams begin where rows differ."""
