@@ -220,7 +220,7 @@ def test_only_some_engines_searches_and_processors_can_refill() -> None:
     assert can(DecodeOptions(no_repeat_ngram_size=2, sample=True))
     assert not can(DecodeOptions(), TableEngine())
     assert not can(DecodeOptions(num_beams=2))
-    assert not can(DecodeOptions(processors=[lambda tokens, scores: scores]))  # noqa: ARG005
+    assert not can(DecodeOptions(processors=[lambda tokens, scores: scores]))
     engine.refills = False
     assert not can(DecodeOptions())
 
