@@ -34,7 +34,10 @@ class Capacity:
 
 @dataclass(frozen=True)
 class StepOut:
-    """Result of a step on t tokens per row; arrays belong to the engine and are valid until its next step."""
+    """Result of a step on t tokens per row; arrays belong to the engine and are valid until its next step.
+
+    Whoever asked for the step may change the logits in place: no step reads those of an earlier one.
+    """
 
     hidden: Floats | None = None  # [R, t, M], what the output matrix multiplies; None if the model does not return it
     logits: Floats | None = None  # [R, t, V]

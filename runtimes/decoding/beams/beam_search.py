@@ -58,8 +58,8 @@ class BeamSearch:
         self.place = int(task.begins.min())  # how many tokens each row has read
         self._last_begin = int(task.begins.max())
         # [R, n], the tokens that each row has read, and a second array to move rows into; only for processors.
-        self._tokens: Tokens | None = None
-        self._moved: Tokens | None = None
+        shape = (len(self.beams) * self.width, int(task.ends.max())) if scorer.processors else (0, 0)
+        self._tokens, self._moved = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         self._n_candidates = options.n_candidates(task.spec) // self.n_groups
         self._chooser = Chooser(self._n_candidates)
 
@@ -79,8 +79,6 @@ class BeamSearch:
         """Return what all prompts have room for, one row per source: beams begin where rows differ."""
         tokens = self.task.first_tokens()
         if self.scorer.processors:
-            shape = len(self.beams) * self.width, int(self.task.ends.max())
-            self._tokens, self._moved = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
             self._tokens[: len(tokens), : self.place] = tokens
         return Move(tokens)
 
@@ -159,49 +157,67 @@ class BeamSearch:
             return out.top_log_probs[rows, -1], out.top_ids[rows, -1]
         if not isinstance(rows, slice) and not len(rows):
             return np.empty((0, 1), np.float32), np.empty((0, 1), np.int64)
-        scores = self.scorer.log_probs(self.scorer.logits(out)[rows])
-        if self._tokens is not None:
-            # As in transformers, processors change log-probabilities here, which may sum to something else than 1 then.
-            read = self._tokens[: len(self.running) * self.rows, : self.place]
-            scores = self.scorer.processed(scores, self._history(read[rows], rows, chosen))
-        if self.sampler is not None:
-            scores = self._narrowed(scores, self.sampler)
-        if self.task.options.renormalize:
-            scores = self.scorer.log_probs(scores)
+        scores = self.scorer.logits(out)[rows]
+        if self.n_groups > 1 and self.rows == 1:
+            # All groups begin in the same rows, and each changes their scores in its own way.
+            scores = scores.copy()
         if self.sampler is None:
-            log_probs, columns = self._chooser.best(scores)
+            log_probs, columns = self._ranked(scores, rows, chosen)
         else:
-            log_probs, columns = scores, np.broadcast_to(np.arange(scores.shape[1]), scores.shape)
+            log_probs = self._drawable(scores, rows, chosen, self.sampler)
+            columns = np.broadcast_to(np.arange(log_probs.shape[1]), log_probs.shape)
         return log_probs, columns if self.scorer.ids is None else self.scorer.ids[columns]
 
-    def _history(self, read: Tokens, rows: Selection, chosen: Tokens) -> History:
+    def _ranked(self, scores: Floats, rows: Selection, chosen: Tokens) -> tuple[Floats, Tokens]:
+        """Return the best log-probabilities and their columns."""
+        renormalize = self.task.options.renormalize
+        if not self.scorer.processors:
+            return self._chooser.best_log_probs(scores)
+        if renormalize and self.scorer.relative:
+            # Normalising before would only shift the scores of a row, and the shift would vanish afterwards.
+            processed = self.scorer.processed(scores, self._history(rows, chosen))
+        else:
+            processed = self._processed(scores, rows, chosen)
+        return self._chooser.best_log_probs(processed) if renormalize else self._chooser.best(processed)
+
+    def _drawable(self, scores: Floats, rows: Selection, chosen: Tokens, sampler: Sampler) -> Floats:
+        """Return the log-probabilities of all columns; those that must not be drawn have none."""
+        scores = self._processed(scores, rows, chosen)
+        check_numbers(scores.max(-1))
+        scores = np.stack([sampler.narrowed(row) for row in scores])
+        if self.task.options.renormalize:
+            self.scorer.normalize(scores)
+        return scores
+
+    def _processed(self, scores: Floats, rows: Selection, chosen: Tokens) -> Floats:
+        """Return log-probabilities that processors have changed: as in transformers, they may not sum to 1 then."""
+        self.scorer.normalize(scores)
+        return self.scorer.processed(scores, self._history(rows, chosen)) if self.scorer.processors else scores
+
+    def _history(self, rows: Selection, chosen: Tokens) -> History:
+        read = self._tokens[: len(self.running) * self.rows, : self.place][rows]
         sources = np.repeat([beams.source for beams in self.running], self.rows)
         if not chosen.size:
             return rectangular(read, sources[rows])
         by_source = chosen[self._begun()]
         return rectangular(read, sources[rows], np.repeat(by_source, len(read) // len(by_source), 0))
 
-    def _narrowed(self, scores: Floats, sampler: Sampler) -> Floats:
-        check_numbers(scores.max(-1))
-        return np.stack([sampler.narrowed(row) for row in scores])
-
     def _move(self, origins: NDArray[np.int64], tokens: Tokens, alive: NDArray[np.bool_]) -> Move:
         if not stays(alive):
             origins, tokens = origins[alive], tokens[alive]
             self.running = [beams for beams, is_alive in zip(self.running, alive, strict=True) if is_alive]
         parents = origins.ravel()
-        if self._tokens is not None:
+        if self.scorer.processors:
             self._remember(parents, tokens.ravel())
         same = len(parents) == len(alive) * self.rows and bool((parents == np.arange(len(parents))).all())
         self.rows = self.width
         return Move(tokens.reshape(-1, 1), None if same else parents)
 
     def _remember(self, parents: Rows, tokens: Tokens) -> None:
-        if self._tokens is not None and self._moved is not None:
-            # The rows are within range; in its checking mode numpy would make a copy first.
-            np.take(self._tokens, parents, 0, out=self._moved[: len(parents)], mode="clip")
-            self._tokens, self._moved = self._moved, self._tokens
-            self._tokens[: len(parents), self.place - 1] = tokens
+        # The rows are within range; in its checking mode numpy would make a copy first.
+        np.take(self._tokens, parents, 0, out=self._moved[: len(parents)], mode="clip")
+        self._tokens, self._moved = self._moved, self._tokens
+        self._tokens[: len(parents), self.place - 1] = tokens
 
     def _target(self, hypothesis: Finished, source_length: int) -> RawTarget:
         nodes = path(hypothesis.node)[: hypothesis.kept]

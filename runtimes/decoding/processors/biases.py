@@ -19,6 +19,7 @@ class BiasedSequences:
     """Adds to the score of a sequence's last token in rows that end with the others; -inf forbids it."""
 
     ragged: ClassVar[bool] = True
+    relative: ClassVar[bool] = True
     biases: dict[tuple[int, ...], float]
 
     def __call__(self, history: History, scores: Floats) -> Floats:
@@ -43,6 +44,7 @@ class Diverse:
     """Makes tokens less likely that earlier groups of a source's beams have chosen at this step."""
 
     ragged: ClassVar[bool] = True
+    relative: ClassVar[bool] = True
     penalty: float
 
     def __call__(self, history: History, scores: Floats) -> Floats:
@@ -58,6 +60,7 @@ class AtLeast:
     """Forbids the ends until a row has as many tokens as ``lengths`` says for its source, including the prompt."""
 
     ragged: ClassVar[bool] = True
+    relative: ClassVar[bool] = True
     lengths: NDArray[np.int64]
     eos_ids: NDArray[np.int64]
 
@@ -72,6 +75,7 @@ class Forced:
     """Allows only one token at some lengths: per source, ``tokens`` maps the length of a row to its next token."""
 
     ragged: ClassVar[bool] = True
+    relative: ClassVar[bool] = True
     tokens: Sequence[dict[int, int]]
 
     def __call__(self, history: History, scores: Floats) -> Floats:
@@ -88,6 +92,7 @@ class GrowingEnd:
     """Raises the scores of the ends by a factor per token, once a row has more tokens than ``lengths`` says."""
 
     ragged: ClassVar[bool] = True
+    relative: ClassVar[bool] = False
     lengths: NDArray[np.int64]
     factor: float
     eos_ids: NDArray[np.int64]
@@ -111,6 +116,7 @@ class Suppressed:
     """Forbids tokens at every position."""
 
     ragged: ClassVar[bool] = True
+    relative: ClassVar[bool] = True
     ids: NDArray[np.int64]
 
     def __call__(self, history: History, scores: Floats) -> Floats:  # noqa: ARG002
@@ -123,6 +129,7 @@ class SuppressedAt:
     """Forbids tokens in rows that have as many tokens as ``lengths`` says for their source."""
 
     ragged: ClassVar[bool] = True
+    relative: ClassVar[bool] = True
     lengths: NDArray[np.int64]
     ids: NDArray[np.int64]
 

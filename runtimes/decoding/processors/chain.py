@@ -87,6 +87,7 @@ class Custom:
     """A caller's own processor, which sees the tokens alone: rows must be equally long."""
 
     ragged: ClassVar[bool] = False
+    relative: ClassVar[bool] = False
 
     def __init__(self, processor: LogitsProcessor) -> None:
         self._processor = processor

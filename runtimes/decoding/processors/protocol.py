@@ -29,6 +29,9 @@ class Processor(Protocol):
 
     # Whether it works for rows of different lengths; if not, every length is the number of columns of the tokens.
     ragged: ClassVar[bool]
+    # Whether only differences of scores matter to it: a number that is added to all scores of a row before is in all of
+    # them afterwards, or in none.
+    relative: ClassVar[bool]
 
     def __call__(self, history: History, scores: Floats) -> Floats:
         """Return scores [R, V] for the rows of a step; may change them in place."""

@@ -42,6 +42,7 @@ class RepetitionPenalty:
     """Makes earlier tokens less likely."""
 
     ragged: ClassVar[bool] = True
+    relative: ClassVar[bool] = False
 
     def __init__(self, penalty: float) -> None:
         self._penalty = Penalty(penalty)
@@ -56,6 +57,7 @@ class SourcePenalty:
     """Makes the tokens of the source more likely, the higher the penalty: it is one for inventing tokens."""
 
     ragged: ClassVar[bool] = True
+    relative: ClassVar[bool] = False
 
     def __init__(self, penalty: float, sources: Sequence[NDArray[np.generic]]) -> None:
         self._penalty = Penalty(1 / penalty)
@@ -94,6 +96,7 @@ class NoRepeatedNgram:
     """Forbids every token that would repeat a sequence of n tokens."""
 
     ragged: ClassVar[bool] = True
+    relative: ClassVar[bool] = True
 
     def __init__(self, size: int) -> None:
         self._ngrams = Ngrams(size)
@@ -109,6 +112,7 @@ class NoSourceNgram:
     """Forbids every token that would repeat a sequence of n tokens of the source."""
 
     ragged: ClassVar[bool] = True
+    relative: ClassVar[bool] = True
 
     def __init__(self, size: int, sources: Sequence[NDArray[np.generic]]) -> None:
         self._ngrams = Ngrams(size)
