@@ -18,7 +18,7 @@ ROWS_TO_OPEN = 256
 # Once there is an engine, workers that share fewer rows are not faster than all threads on one batch.
 ROWS_TO_SHARE = 64
 # Rows of a batch to choose from.
-ROWS = (16, 32, 64, 128)
+ROWS = (32, 64, 128)
 # A larger batch takes more memory and is full for a smaller part of the time, so it must be faster by this.
 WORTH = 1.03
 

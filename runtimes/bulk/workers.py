@@ -1,8 +1,9 @@
 """Workers decode the jobs of a call: the calling thread, and as many others as pay."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextvars import copy_context
-from threading import Event, Lock, Thread
+from threading import Event, Lock
 from time import monotonic
 from typing import Any
 
@@ -34,42 +35,35 @@ class Workers:
         self._deadline, self._progress = deadline, progress
         self._lock = Lock()
         self._stopped = Event()
-        self._error: BaseException | None = None
 
     def run(self, n_workers: int) -> None:
-        """Decode everything; the first error of any worker stops all of them and is raised."""
-        threads: list[Thread] = []
-        try:
-            for _ in range(n_workers - 1):
-                thread = Thread(target=copy_context().run, args=(self._work,))
-                thread.start()
-                threads.append(thread)
+        """Decode everything; an error of any worker stops all of them and is raised."""
+        if n_workers == 1:
             self._work()
-            for thread in threads:
-                thread.join()
-        except BaseException as error:  # an interrupt, or no more threads: no worker may outlive the call
-            self._stop(error)
-            for thread in threads:
-                thread.join()
-        if self._error is not None:
-            raise self._error
+            return
+        # Leaving the block waits for all workers: none outlives the call.
+        with ThreadPoolExecutor(n_workers - 1) as threads:
+            others = [threads.submit(copy_context().run, self._work) for _ in range(n_workers - 1)]
+            self._work()
+            try:
+                wait(others)
+            finally:
+                self._stopped.set()  # after an interrupt
+        for worker in others:
+            worker.result()
 
     def _work(self) -> None:
         try:
             for job in self._jobs:
                 while not self._over and (batch := job.batch()) is not None:
                     self._decode(job, batch)
-        except BaseException as error:  # raised where the call was made
-            self._stop(error)
+        except BaseException:
+            self._stopped.set()
+            raise
 
     @property
     def _over(self) -> bool:
         return self._stopped.is_set() or (self._deadline is not None and monotonic() >= self._deadline)
-
-    def _stop(self, error: BaseException) -> None:
-        with self._lock:
-            self._error = self._error or error
-        self._stopped.set()
 
     def _decode(self, job: Job, batch: Sequence[int]) -> None:
         """Decode a batch and those that take its places, unless another worker fails."""
