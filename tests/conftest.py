@@ -7,6 +7,7 @@ import tempfile
 import pytest
 from hypothesis import HealthCheck, settings
 
+from fatdeploy.measured import VARIABLE as CACHE
 from tests.support.bundles import SHARED
 
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -17,6 +18,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make the shared folder once, before test processes are started: they inherit its name."""
     if not hasattr(config, "workerinput"):
         os.environ[SHARED] = tempfile.mkdtemp(prefix="fatdeploy-bundles-")
+        # Tests neither read nor leave measurements in the user's folder.
+        os.environ[CACHE] = os.path.join(os.environ[SHARED], "cache")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -126,6 +126,13 @@ class Refilling(Engine[State], Protocol[State]):
         """
         ...
 
+    def rest(self, state: State, rows: Rows) -> None:
+        """Put rows whose targets are complete back to position 0: what they read until they leave has no meaning.
+
+        So a row that waits for a newcomer, or for others to leave with it, never grows beyond the capacity.
+        """
+        ...
+
 
 @runtime_checkable
 class Ranking(Protocol):

@@ -48,7 +48,7 @@ class BeamSearch:
         self.task, self.scorer = task, scorer
         options = task.options
         self.width, self.n_groups = options.num_beams, options.num_beam_groups
-        self.sampler = Sampler(options, task.sources, 1 + len(task.eos_ids)) if options.sample else None
+        self.sampler = Sampler(options, 1 + len(task.eos_ids)) if options.sample else None
         self.beams = [
             SourceBeams(source, prompt, [self._beam(source) for _ in range(self.n_groups)])
             for source, prompt in enumerate(task.prompts)
@@ -65,7 +65,7 @@ class BeamSearch:
 
     def _beam(self, source: int) -> Beam:
         if self.sampler is not None:
-            return DrawnBeam(self.task, source, self.sampler.generators[source])
+            return DrawnBeam(self.task, source, self.sampler.generators(self.task.sources[source])[0])
         return Beam(self.task, source) if self.n_groups == 1 else GroupBeam(self.task, source)
 
     @property
