@@ -70,7 +70,9 @@ def _shared(plain: Bundle, exportable: Exportable, origin: Origin, trial: Trial)
     def write(folder: Path) -> None:
         folder.mkdir()
         graphs = {part: plain.path / part for part in (ENCODER, DECODER)}
-        model = Plain(exportable.with_spec(plain.spec), origin, "ort-cpu", traced={}, graphs=graphs, stage=lambda _: None)
+        model = Plain(
+            exportable.with_spec(plain.spec), origin, "ort-cpu", traced={}, graphs=graphs, stage=lambda _: None
+        )
         write_quantized(model, plain, folder, trial)
 
     return shared_bundle(f"{origin.name}-{trial.request.precision}-{trial.request.cpu}", write)

@@ -274,7 +274,9 @@ def test_newcomers_that_do_not_fit_are_refused_and_the_state_is_unchanged() -> N
     state, _ = ragged(engine)
     before = {name: array.copy() for name, array in state.sources.items()}
     longer = engine.encode(*batch([np.arange(3, 13)]), Capacity(1, 4))
-    with pytest.raises(SpecMismatch, match="a new source has 10 tokens, the state was encoded for sources of at most 9"):
+    with pytest.raises(
+        SpecMismatch, match="a new source has 10 tokens, the state was encoded for sources of at most 9"
+    ):
         engine.refill(state, np.array([0]), longer)
     stepped = engine.encode(*batch([np.arange(3, 6)]), Capacity(1, 4))
     engine.step(np.array([[5]]), stepped, Want.HIDDEN)
