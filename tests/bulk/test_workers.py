@@ -12,11 +12,12 @@ import pytest
 import fatdeploy
 from fatdeploy import DecodeOptions, Hypothesis, Model
 from fatdeploy.runtimes.bulk.crews import Crew, Crews
-from fatdeploy.runtimes.engines.protocol import Engine, StepOut, Want
+from fatdeploy.runtimes.engines.protocol import Engine, Refilling, StepOut, Want
 from fatdeploy.spec import ModelSpec, Tokens
 from tests.support.bundles import bundle_of
 from tests.support.engines.gated import PATIENCE
 from tests.support.engines.tables import RefilledEngine, TableEngine, TableState, hashed_logits
+from tests.support.quantized import quantized_of
 
 TINY = "transformer-tiny"
 OPTIONS = DecodeOptions(max_new_tokens=12)
@@ -212,3 +213,23 @@ def test_a_loaded_bundle_gives_the_same_with_and_without_workers(preset: str, th
             result for start in range(0, 300, 50) for result in model.generate(sources[start : start + 50], OPTIONS)
         ]
     assert together == parts
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_refilled_rows_of_a_bundle_give_what_they_give_alone(precision: Any) -> None:
+    draw = np.random.default_rng(9)
+    sources = [draw.integers(3, 64, draw.integers(1, 40)).tolist() for _ in range(70)]
+    bundle = bundle_of(TINY) if precision == "fp32" else quantized_of(TINY, precision)
+    options = DecodeOptions(max_new_tokens=20, scores=True, no_repeat_ngram_size=3, forced_eos_id=2)
+    with fatdeploy.load(bundle.path, threads=1, spinning=False) as model:
+        assert isinstance(model._engine, Refilling)
+        assert model._engine.refills
+        model._crews._crew = Crew(model._engine, 2, 8)  # type: ignore[union-attr]
+        together = model.generate(sources, options)
+        alone = [model.generate([source], options)[0] for source in sources]
+    if precision == "int8":
+        assert together == alone  # bit for bit
+    for result, other in zip(together, alone, strict=True):
+        assert (result.tokens, result.finish) == (other.tokens, other.finish)
+        assert result.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+    assert len({result.tokens for result in together}) > 60

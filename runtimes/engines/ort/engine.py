@@ -211,6 +211,11 @@ class OrtEngine:
                 array[rows] = 0
         _restart(state, rows)
 
+    def rest(self, state: OrtState, rows: Rows) -> None:
+        """Put rows whose targets are complete back to position 0."""
+        _check_not_released(state)
+        _restart(state, rows)
+
     def length_log_probs(self, state: OrtState) -> Floats:
         """Return log-probabilities [B, max_target] of the target lengths from 1 up."""
         _check_not_released(state)
