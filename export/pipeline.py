@@ -36,6 +36,7 @@ from fatdeploy.export.reference.checkpoint import stored_tensors
 from fatdeploy.export.reference.seams import Seams
 from fatdeploy.export.text_files import TextFiles, fitting_tokenizer
 from fatdeploy.export.tracing.dialect_base import OPSET
+from fatdeploy.export.tracing.row_positions import with_row_positions
 from fatdeploy.export.tracing.samples import drawn_samples
 from fatdeploy.export.tracing.scaled_queries import scaled_queries
 from fatdeploy.export.tracing.simplify import simplified
@@ -100,12 +101,12 @@ def write_bundle(
     Integers replace the matrices of graphs that were proved right in fp32. ``stage`` is called with the name of each
     stage. ``finish`` adds what is built from the graphs, before the bundle takes its place.
     """
-    exportable = exportable_model(model)
+    # TensorRT engines are built from standard graphs, and their bundle takes its target once they are there.
+    record = TARGETS[TARGETS[target].graph_target]
+    exportable = with_row_positions(exportable_model(model), record)
     tokenizer = fitting_tokenizer(origin.tokenizer, origin.text, exportable.spec)
     if origin.generation is not None:
         options_from_record(origin.generation, exportable.spec)  # raises before anything is traced
-    # TensorRT engines are built from standard graphs, and their bundle takes its target once they are there.
-    record = TARGETS[TARGETS[target].graph_target]
     if finish is None and record.name != target:
         raise ConfigError(
             f"a bundle for {target} needs engines: fatdeploy.export_model(…, target={target!r}) builds them"

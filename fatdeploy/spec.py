@@ -108,6 +108,7 @@ class ModelSpec:
     alignment: AlignmentSpec | None = None
     source_vocab_size: int | None = None  # None is vocab_size
     silent_ids: tuple[int, ...] = ()  # tokens that are never chosen, and whose scores mean nothing
+    row_positions: bool = False  # whether rows may be at different positions; the exporter sets it
 
     def __post_init__(self) -> None:
         reasons = self._wrong_sizes() or self._wrong_special_ids()
@@ -126,8 +127,8 @@ class ModelSpec:
 
     @property
     def position(self) -> TensorSpec:
-        """The number of positions before this step, the same for all rows."""
-        return TensorSpec("position", "int64", ())
+        """The number of positions before this step: one per row, or the same for all rows."""
+        return TensorSpec("position", "int64", ("rows",) if self.row_positions else ())
 
     @property
     def want(self) -> TensorSpec:

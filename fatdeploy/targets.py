@@ -28,6 +28,7 @@ class TargetRecord:
 
     ``limit`` says why the other precisions are missing. ``providers`` run its graphs in onnxruntime by default.
     ``flavour`` is the TensorRT that builds and runs its engines; they are built from the graphs of ``graph_target``.
+    ``row_positions`` means that rows of a decode may be at different positions, where the model can do it.
     ``builds_ahead`` means that they can be built on a machine without the GPU. ``run_packages`` and
     ``build_packages`` are the names of the packages that running and building need.
     """
@@ -44,6 +45,7 @@ class TargetRecord:
     needs_gpu: bool = False
     captures_steps: bool = False
     builds_ahead: bool = False
+    row_positions: bool = False
     run_packages: tuple[str, ...] = ()
     build_packages: tuple[str, ...] = ()
 
@@ -72,6 +74,7 @@ TARGETS: dict[Target, TargetRecord] = {
             engine="onnxruntime",
             providers=("cpu",),
             graph_target="ort-cpu",
+            row_positions=True,
             run_packages=("onnxruntime",),
         ),
         TargetRecord(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from fatdeploy.measured import VARIABLE as CACHE
 from tests.support.bundles import SHARED
 from tests.support.costs import steady_cost
 
@@ -19,6 +20,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make the shared folder once, before test processes are started: they inherit its name."""
     if not hasattr(config, "workerinput"):
         os.environ[SHARED] = tempfile.mkdtemp(prefix="fatdeploy-bundles-")
+        # Tests neither read nor leave measurements in the user's folder.
+        os.environ[CACHE] = os.path.join(os.environ[SHARED], "cache")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

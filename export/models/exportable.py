@@ -80,6 +80,10 @@ class Exportable(nn.Module):
     spec: ModelSpec
     inner: nn.Module
 
+    def with_spec(self, spec: ModelSpec) -> "Exportable":
+        """Return the same model behind another contract."""
+        raise NotImplementedError
+
     def encoded(self, source: Tensor, mask: Tensor) -> Tensors:
         """Return the encoder graph's outputs."""
         raise NotImplementedError
@@ -114,6 +118,9 @@ class ExportableReference(Exportable):
         super().__init__()
         self.inner: ReferenceModel = model
         self.spec = spec
+
+    def with_spec(self, spec: ModelSpec) -> "ExportableReference":
+        return ExportableReference(self.inner, spec)
 
     def encoded(self, source: Tensor, mask: Tensor) -> Tensors:
         memory = self.inner.encode(source, mask)
@@ -165,6 +172,9 @@ class ExportableUserModel(Exportable):
         super().__init__()
         self.inner: Any = model
         self.spec = spec
+
+    def with_spec(self, spec: ModelSpec) -> "ExportableUserModel":
+        return ExportableUserModel(self.inner, spec)
 
     def encoded(self, source: Tensor, mask: Tensor) -> Tensors:
         return tuple(self.inner.encode(source, mask))

@@ -157,7 +157,7 @@ def _values(stage: Stage, part: str, feeds: Arrays, names: list[str] | None = No
 
 def _calls(model: Exportable, bundle: Bundle, probe: Probe, last_step: int) -> Iterator[tuple[str, Arrays, Arrays]]:
     """Yield the graph, its inputs, and what modules and outputs compute, for each call of the reference on a probe."""
-    engine, spec = EagerEngine(model), model.spec
+    engine, spec = EagerEngine(model), bundle.spec
     with _recorded(model.inner) as outputs:
         state = engine.encode(probe.source, probe.mask, Capacity(1, spec.max_target))
         sources = _named(spec.encoder_inputs(), [probe.source, probe.mask])
@@ -165,9 +165,8 @@ def _calls(model: Exportable, bundle: Bundle, probe: Probe, last_step: int) -> I
         yield ENCODER, sources, {**outputs, **memory}
         tokens = first_tokens(spec, *probe.tokens.shape)
         for _ in range(call_count(spec, last_step + 1)):
-            step = _named(
-                (spec.tokens, spec.position, spec.want), [tokens, np.array(state.position), np.array(int(Want.LOGITS))]
-            )
+            position = np.full(spec.position.sized({"rows": len(tokens)}), state.position)
+            step = _named((spec.tokens, spec.position, spec.want), [tokens, position, np.array(int(Want.LOGITS))])
             inputs = {**sources, **memory, **step, **_named(spec.past, _copies(state))}
             outputs.clear()
             logits = step_logits(engine, tokens, state)

@@ -103,9 +103,10 @@ def _calls(
         inputs = _named(spec.encoder_inputs(), [source, mask])
         memory = encoder.outputs(inputs, [tensor.name for tensor in spec.encoder_outputs()])
         tokens = decoder_tokens(batch, spec)
-        feeds = {**inputs, **memory, **_named((spec.tokens, spec.position), [tokens, np.array(0)])}
-        feeds[spec.want.name] = np.array(int(Want.LOGITS))
         sizes = {"rows": len(batch), "capacity": tokens.shape[1], **spec.fixed_axes(branches=branches)}
+        position = np.zeros(spec.position.sized(sizes), np.int64)
+        feeds = {**inputs, **memory, **_named((spec.tokens, spec.position), [tokens, position])}
+        feeds[spec.want.name] = np.array(int(Want.LOGITS))
         feeds |= {past.name: np.zeros(past.sized(sizes), past.dtype) for past in spec.past}
         yield {
             ENCODER: inputs,

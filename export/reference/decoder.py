@@ -33,7 +33,7 @@ class SourceMemory:
 
 @dataclass
 class DecoderState:
-    """One position for the whole batch, and the tensors of each layer, over rows."""
+    """The position (one for the whole batch, or one per row), and the tensors of each layer, over rows."""
 
     position: Position = 0
     layers: list[LayerState] = field(default_factory=list)
@@ -43,7 +43,7 @@ class DecoderState:
 class Call:
     """What all layers of the decoder share in one call, computed once."""
 
-    at: Tensor  # [t] positions of the call
+    at: Tensor  # [t] or [R, t] positions of the call
     keys_at: Tensor  # [J] positions of the keys
     visible: Visible  # target positions [R or 1, 1, t, J]
     gate: Tensor | None  # [R, t, 1] of the hybrid forward pass, 1 = open, 0 = closed; None without one
@@ -54,11 +54,11 @@ def allowed_keys(config: ModelConfig, at: Tensor, j: Tensor, tokens: Tensor) -> 
     """Return which target positions a query sees: the past, the window of ``local``, a row's length if parallel."""
     if config.parallel:
         return (tokens != config.pad_id)[:, None, None, :]
-    distance = at[:, None] - j
+    distance = at[..., None] - j  # [t, J] or [R, t, J]
     allowed = distance >= 0
     if config.decoder_attention == "local":
         allowed = allowed & (distance <= config.window)
-    return allowed[None, None]
+    return allowed[None, None] if at.ndim == 1 else allowed[:, None]
 
 
 class CachedAttention(SelfAttention):
@@ -113,7 +113,7 @@ class CrossAttention(nn.Module):
         return None
 
     def weigh(self, queries: Tensor, keys: Tensor, real: Tensor, at: Tensor) -> Tensor:  # noqa: ARG002
-        """Return the weights [B, H, n, t, S] of queries at the target positions ``at`` [t]."""
+        """Return the weights [B, H, n, t, S] of queries at the target positions ``at``, [t] or [R, t]."""
         return masked_softmax(self.scores(queries, keys), real)
 
     def mix(self, x: Tensor, attended: Tensor) -> Tensor:  # noqa: ARG002
@@ -153,10 +153,10 @@ class FastFullyConnected(CrossAttention):
         return Added(self.position_scores, at)
 
     def weigh(self, queries: Tensor, keys: Tensor, real: Tensor, at: Tensor) -> Tensor:
-        bias = (
-            self.position_scores.index_select(0, at)[:, : keys.shape[-2]] + self.head_bias[:, None, None]
-        )  # [H, t, S]
-        scores = self.scores(queries, keys) + bias[:, None]
+        bias = functional.embedding(at, self.position_scores)[..., : keys.shape[-2]]  # [t, S] or [R, t, S]
+        if at.ndim > 1:
+            bias = seams().by_source(bias, real)[:, None]  # [B, 1, n, t, S]
+        scores = self.scores(queries, keys) + (bias + self.head_bias[:, None, None, None])
         if self.form == "softmax":
             return masked_softmax(scores, real)
         shown = scores.masked_fill(~real, -torch.inf)
@@ -245,7 +245,7 @@ class Decoder(nn.Module):
     def call(self, tokens: Tensor, state: DecoderState, gate: Tensor | None, weights_of: frozenset[int]) -> Call:
         """Return what the layers share in a call on tokens [R, t]."""
         steps, config = tokens.shape[1], self.config
-        at = torch.arange(steps, device=tokens.device) + state.position
+        at = torch.arange(steps, device=tokens.device) + _column(state.position)
         cached = bool(state.layers[0]) and config.decoder_attention != "linear"
         capacity = state.layers[0][0].shape[2] if cached else steps
         j = torch.arange(seams().n_keys(state.position, steps, capacity), device=tokens.device)
@@ -270,8 +270,13 @@ class Decoder(nn.Module):
             x = layer.ffn(x)
             next_layers.append(layer_state)
         hidden = x if self.norm is None else self.norm(x)
-        return hidden, cross_weights, DecoderState(state.position + call.at.shape[0], next_layers)
+        return hidden, cross_weights, DecoderState(state.position + call.at.shape[-1], next_layers)
 
     def stack(self) -> list[DecoderLayer]:
         """Return the layers with their type."""
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+
+
+def _column(position: Position) -> Position:
+    """Return positions of rows as [R, 1], so that those of a call's tokens can be added; any other as it is."""
+    return position[:, None] if isinstance(position, Tensor) and position.ndim else position

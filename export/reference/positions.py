@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fatdeploy.export.reference.config import HeadShape, ModelConfig
 from fatdeploy.export.reference.seams import seams
@@ -35,13 +36,13 @@ class Positions(nn.Module):
             self.out = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor, at: Tensor) -> Tensor:
-        """Return x [R, L, M] plus the vectors of the positions ``at`` [L]."""
+        """Return x [R, L, M] plus the vectors of the positions ``at``, [L] or [R, L]."""
         if self.table is None:
             return x
         if self.reach and seams().folds:
             everywhere = torch.arange(self.table.shape[0], device=at.device)
-            return x + (self.table + self._correlated(self.table, everywhere)).index_select(0, at)
-        x = x + self.table.index_select(0, at)  # a plain Gather in a graph, unlike indexing with brackets
+            return x + functional.embedding(at, self.table + self._correlated(self.table, everywhere))
+        x = x + functional.embedding(at, self.table)  # a plain Gather in a graph, unlike indexing with brackets
         return x + self._correlated(self.table, at) if self.reach else x
 
     def _correlated(self, table: Tensor, at: Tensor) -> Tensor:

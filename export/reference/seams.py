@@ -21,7 +21,7 @@ from fatdeploy.export.reference.attention import (
     split_heads,
 )
 
-# A number in PyTorch, a tensor without axes in a graph.
+# A number in PyTorch; in a graph a tensor without axes, or [R] if rows may be at different positions.
 Position = int | Tensor
 Outputs = tuple[Tensor, ...]
 
@@ -31,7 +31,7 @@ class Added:
     """Scores of pairs of target and source positions, added to the scores of queries and keys."""
 
     table: Tensor  # [max_target, max_source]
-    at: Tensor  # [t], the positions of a call
+    at: Tensor  # [t] or [R, t], the positions of a call
 
 
 class Seams:

@@ -19,6 +19,10 @@ from fatdeploy.export.tracing.dialect_base import (
     symbolic,
 )
 
+GROUPED = "GroupQueryAttention"
+# From the op's checks: a head's width must be a multiple of it.
+WIDTH_UNIT = 8
+
 
 class OrtSeams(GraphSeams):
     """onnxruntime: one contributed op per attention, caches in place, and only the branches that are needed run."""
@@ -34,6 +38,8 @@ class OrtSeams(GraphSeams):
     ) -> tuple[Tensor, LayerState]:
         if scores.vectors is not None or not isinstance(position, Tensor):
             return super().attend_cached(qkv, scores, visible, state, position)
+        if position.ndim:
+            return _grouped_by_row(qkv, scores, state, position)
         q, k, v = qkv.chunk(3, -1)
         bias = None
         if visible.relative is not None or not visible.causal:
@@ -97,6 +103,26 @@ class OrtSeams(GraphSeams):
             shape=(rows, steps, matrix.shape[0]),
             version=1,
         )
+
+
+def _grouped_by_row(qkv: Tensor, scores: Scores, state: LayerState, position: Tensor) -> tuple[Tensor, LayerState]:
+    """Return causal attention of rows that are each at a position of their own [R], and the caches.
+
+    The op takes several tokens per row only if no row has a past, or if there is one row.
+    """
+    # The number of keys of each row with the new ones, minus 1; and the largest number of keys.
+    lengths = (position + (qkv.shape[1] - 1)).to(torch.int32)
+    total = lengths.amax(0) + 1
+    rows, steps, width = qkv.shape
+    mixed, *caches = torch.onnx.ops.symbolic_multi_out(
+        f"com.microsoft::{GROUPED}",
+        (qkv, None, None, *state, lengths, total),
+        {"num_heads": scores.heads, "kv_num_heads": scores.heads, "scale": scores.scale},
+        dtypes=(qkv.dtype,) * 3,
+        shapes=((rows, steps, width // 3), *(cache.shape for cache in state)),
+        version=1,
+    )
+    return mixed, tuple(caches)
 
 
 def _query_bias(visible: Visible, like: Tensor) -> Tensor:

@@ -19,12 +19,11 @@ from torch import Tensor
 from fatdeploy.export.reference.attention import LayerState, Scores, Visible
 from fatdeploy.export.reference.seams import Outputs, Position
 from fatdeploy.export.tracing.dialect_base import GraphSeams, emitted, number, shape_of
-from fatdeploy.export.tracing.dialect_ort import OrtSeams
+from fatdeploy.export.tracing.dialect_ort import GROUPED, WIDTH_UNIT, OrtSeams
 
-GROUPED = "GroupQueryAttention"
 FLOAT = 1  # ONNX's code for float32, in which models are traced
-# The first from the op's checks, the second from its fastest kernel.
-WIDTH_UNIT, MOST_WIDTH = 8, 256
+# From the op's fastest kernel.
+MOST_WIDTH = 256
 
 
 class CudaHalfSeams(OrtSeams):

@@ -8,11 +8,11 @@ from fatdeploy.spec import ModelSpec, TensorSpec
 from fatdeploy.targets import Dialect
 
 # Shapes on which a simplified graph must equal the traced one: batch, rows per source, source, step, capacity.
-SAMPLES = ((1, 1, 1, 1, 4), (2, 3, 5, 4, 9), (3, 1, 9, 2, 12))
+SAMPLES = ((1, 1, 1, 1, 4), (2, 3, 5, 4, 9), (3, 1, 9, 2, 12), (2, 2, 3, 1, 6))
 
 
 def drawn_samples(spec: ModelSpec, inputs: tuple[TensorSpec, ...], dialect: Dialect) -> list[Arrays]:
-    """Return random inputs of three shapes."""
+    """Return random inputs of each shape."""
     samples = []
     for seed, (batch, rows_per_source, source, step, capacity) in enumerate(SAMPLES):
         capacity = min(capacity, spec.max_target) if dialect == "ort" else spec.max_target  # noqa: PLW2901
@@ -28,7 +28,9 @@ def _drawn(tensor: TensorSpec, sizes: dict[str, int], spec: ModelSpec, draw: np.
     if tensor == spec.want:
         return np.array(int(Want.TOPK))
     if tensor == spec.position:
-        return np.array(0)
+        # Rows with several tokens begin at 0: not every op takes them after a past.
+        last = sizes["capacity"] - 1 if sizes["step"] == 1 else 0
+        return draw.integers(0, last + 1, shape)
     if tensor.dtype == "bool":
         # Right-padded: every row has its first token.
         return np.arange(shape[-1]) < draw.integers(1, shape[-1] + 1, (*shape[:-1], 1))

@@ -41,6 +41,29 @@ def check_step(spec: ModelSpec, tokens: Tokens, n_rows: int, position: int, limi
         raise SpecMismatch(f"step refused: {len(tokens)} rows of tokens, the state has {n_rows}")
 
 
+def check_refill(places: Rows, n_sources: int, n_newcomers: int) -> None:
+    """Raise unless ``places`` are different sources of a state, one per newcomer."""
+    listed = places.tolist() if places.dtype == np.int64 and places.ndim == 1 else None
+    if not listed:
+        found = f"{places.dtype} {list(places.shape)}"
+        raise SpecMismatch(f"refill refused: places must be int64 [n], one per new source, found {found}")
+    if not 0 <= min(listed) <= max(listed) < n_sources or len(set(listed)) < len(listed):
+        raise SpecMismatch(f"refill refused: places must be different sources in 0…{n_sources - 1}, found {listed}")
+    if len(listed) != n_newcomers:
+        raise SpecMismatch(f"refill refused: {n_newcomers} new sources for {len(listed)} places")
+
+
+def check_newcomers(lengths: Rows, longest: int, *, started: bool) -> None:
+    """Raise unless new sources were just encoded and fit a state that was encoded for ``longest`` source tokens."""
+    if started:
+        raise SpecMismatch("refill refused: the new sources must come from a state that was just encoded, found steps")
+    if int(lengths.max()) > longest:
+        raise SpecMismatch(
+            f"refill refused: a new source has {int(lengths.max())} tokens, the state was encoded for sources of at "
+            f"most {longest}: encode it in a batch of its own, or begin with the longest sources"
+        )
+
+
 def check_length_head(spec: ModelSpec) -> None:
     """Raise if the model does not predict target lengths."""
     if not spec.length_log_probs:

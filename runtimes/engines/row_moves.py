@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from fatdeploy.runtimes.engines.element_types import ELEMENT_TYPES
@@ -44,20 +45,42 @@ def planned_moves(parents: Sequence[int]) -> list[tuple[int, int]]:
     return moves
 
 
-def move_rows(specs: Sequence[StateSpec], arrays: Sequence[NDArray[Any]], rows: Rows, position: int) -> None:
-    """Make row i of every array continue row rows[i], up to the written position; nothing else is touched."""
+def move_rows(
+    specs: Sequence[StateSpec], arrays: Sequence[NDArray[Any]], rows: Rows, position: NDArray[np.int64]
+) -> None:
+    """Make row i of every array continue row rows[i], up to the position it has written; nothing else is touched.
+
+    The position is one number for all rows, or one per row.
+    """
     pairs = [(new, old) for new, old in enumerate(rows.tolist()) if new != old]
     if not pairs:
         return
-    news, olds = (list(part) for part in zip(*pairs, strict=True))
+    news, olds = (set(part) for part in zip(*pairs, strict=True))
+    groups = _equally_long(pairs, position)
     for spec, array in zip(specs, arrays, strict=True):
-        state = array[written_slices(spec, position)]
-        if set(news) & set(olds):
+        parts = [(array[written_slices(spec, written)], *rows_of) for written, rows_of in groups]
+        if news & olds:
             # Some row is read after it is overwritten, so all rows that move are read first.
-            state[news] = state[olds]
+            copies = [state[old] for state, _, old in parts]
+            for (state, new, _), copied in zip(parts, copies, strict=True):
+                state[new] = copied
             continue
-        for new, old in pairs:
-            state[new] = state[old]
+        for state, new, old in parts:
+            for to, source in zip(new, old, strict=True):
+                state[to] = state[source]
+
+
+def _equally_long(
+    pairs: Sequence[tuple[int, int]], position: NDArray[np.int64]
+) -> list[tuple[int, tuple[list[int], list[int]]]]:
+    """Return pairs of new and old rows as two lists for each number of written positions."""
+    written = position.tolist()
+    groups: dict[int, tuple[list[int], list[int]]] = {}
+    for new, old in pairs:
+        news, olds = groups.setdefault(written[old] if position.ndim else written, ([], []))
+        news.append(new)
+        olds.append(old)
+    return list(groups.items())
 
 
 def zero_rows(specs: Sequence[StateSpec], sets: Sequence[Sequence[NDArray[Any]]], rows: int, position: int) -> None:

@@ -30,6 +30,7 @@ def quantizer_of(preset: str, request: QuantizeRequest) -> Quantizer:
 
 def quantizer_from(plain: Bundle, exportable: Exportable, request: QuantizeRequest) -> Quantizer:
     """Return the quantizer of a bundle that was exported from a model."""
+    exportable = exportable.with_spec(plain.spec)
     return Quantizer(
         exportable,
         {part: plain.path / part for part in (ENCODER, DECODER)},
@@ -70,7 +71,9 @@ def _shared(plain: Bundle, exportable: Exportable, origin: Origin, trial: Trial)
     def write(folder: Path) -> None:
         folder.mkdir()
         graphs = {part: plain.path / part for part in (ENCODER, DECODER)}
-        model = Plain(exportable, origin, "ort-cpu", traced={}, graphs=graphs, stage=lambda _: None)
+        model = Plain(
+            exportable.with_spec(plain.spec), origin, "ort-cpu", traced={}, graphs=graphs, stage=lambda _: None
+        )
         write_quantized(model, plain, folder, trial)
 
     return shared_bundle(f"{origin.name}-{trial.request.precision}-{trial.request.cpu}", write)

@@ -62,7 +62,7 @@ class Binder:
     def _new_bound(self, decoder: Any, buffers: Buffers, rows: int, steps: int, want: Want) -> BoundCall:
         """Return bindings that still lack sources and results."""
         tokens = np.empty((rows, steps), np.int64)
-        step_inputs = {self._tokens: tokens, self._position: buffers.position}
+        step_inputs = {self._tokens: tokens, self._position: buffers.first_positions(rows)}
         if self.branches:
             step_inputs[self._want] = np.array(int(want))
         inputs = self.values(step_inputs)

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fatdeploy.spec import ModelSpec
+
 Array = NDArray[Any]
 
 # The number of decodes that usually run concurrently on a device; a set may be many megabytes.
@@ -19,8 +21,19 @@ class Buffers:
     """State of one decode, and the bindings that an engine made for it and may reuse."""
 
     sets: list[list[Any]]  # arrays of the host or a device: one set for caches, two that alternate for recurrent state
-    position: NDArray[np.int64] = field(default_factory=lambda: np.zeros((), np.int64))
+    position: NDArray[np.int64] = field(default_factory=lambda: np.zeros((), np.int64))  # or one per row
+    written: int = 0  # the furthest position that any row reached
     bound: dict[Any, Any] = field(default_factory=dict)
+
+    def first_positions(self, rows: int) -> NDArray[np.int64]:
+        """Return the position as a decoder reads it: that of all rows, or those of the first ``rows`` rows."""
+        return self.position[:rows] if self.position.ndim else self.position
+
+
+def state_buffers(spec: ModelSpec, sets: list[list[Any]]) -> Buffers:
+    """Return buffers of state before the first token."""
+    rows = len(sets[0][0]) if sets[0] else 0
+    return Buffers(sets, np.zeros(spec.position.sized({"rows": rows}), np.int64))
 
 
 class BufferPool:

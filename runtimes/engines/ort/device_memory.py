@@ -15,7 +15,7 @@ import numpy as np
 from fatdeploy.errors import BackendUnavailable
 from fatdeploy.runtimes.engines.element_types import ELEMENT_TYPES
 from fatdeploy.runtimes.engines.ort.bindings import Binder, BoundCall
-from fatdeploy.runtimes.engines.ort.buffers import Array, Buffers
+from fatdeploy.runtimes.engines.ort.buffers import Array, Buffers, state_buffers
 from fatdeploy.runtimes.engines.ort.host_memory import HostOrDeviceArray, Shape
 from fatdeploy.runtimes.engines.ort.row_graphs import ROWS, gathered_name, row_graph, shape_name, zero_graph
 from fatdeploy.runtimes.engines.protocol import Rows, StepOut, Want
@@ -128,7 +128,7 @@ class DeviceMemory:
             [self.device.empty(tensor.dtype, shape) for tensor, shape in zip(self._spec.state, shapes, strict=True)]
             for _ in range(n_sets)
         ]
-        buffers = Buffers(sets)
+        buffers = state_buffers(self._spec, sets)
         self.clear(buffers, shapes[0][0] if shapes else 0)
         return buffers
 
@@ -201,7 +201,7 @@ class DeviceBinder(Binder):
 
     def _new_bound(self, decoder: Any, buffers: Buffers, rows: int, steps: int, want: Want) -> BoundCall:
         tokens = np.empty((rows, steps), np.int64)
-        fed = {self._tokens: tokens, self._position: buffers.position}
+        fed = {self._tokens: tokens, self._position: buffers.first_positions(rows)}
         bindings = []
         for index, past in enumerate(buffers.sets):
             present = buffers.sets[1 - index] if self._alternates else past

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fatdeploy.runtimes.engines.ort.buffers import Array, Buffers
+from fatdeploy.runtimes.engines.ort.buffers import Array, Buffers, state_buffers
 from fatdeploy.runtimes.engines.protocol import Rows
 from fatdeploy.runtimes.engines.row_moves import move_rows, zero_rows
 from fatdeploy.spec import ModelSpec
@@ -51,15 +51,16 @@ class HostMemory:
 
     def zeros(self, shapes: Sequence[Shape]) -> Buffers:
         layout = [(shape, tensor.dtype) for shape, tensor in zip(shapes, self._spec.state, strict=True)]
-        return Buffers([[np.zeros(shape, dtype) for shape, dtype in layout] for _ in range(self._n_sets)])
+        sets = [[np.zeros(shape, dtype) for shape, dtype in layout] for _ in range(self._n_sets)]
+        return state_buffers(self._spec, sets)
 
     def moved(self, buffers: Buffers, turn: int, rows: Rows, n_rows: int) -> int:  # noqa: ARG002
         # In place: only rows that move, and only their written positions.
-        move_rows(self._spec.state, buffers.sets[turn], rows, int(buffers.position))
+        move_rows(self._spec.state, buffers.sets[turn], rows, buffers.position)
         return turn
 
     def kept(self, sources: dict[str, HostOrDeviceArray], kept: Rows) -> dict[str, HostOrDeviceArray]:
         return {name: np.ascontiguousarray(array[kept]) for name, array in sources.items()}
 
     def clear(self, buffers: Buffers, rows: int) -> None:
-        zero_rows(self._spec.state, buffers.sets, rows, int(buffers.position))
+        zero_rows(self._spec.state, buffers.sets, rows, buffers.written)

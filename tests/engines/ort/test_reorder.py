@@ -136,7 +136,7 @@ def test_only_written_positions_of_rows_that_move_are_touched(rows: list[int], c
     draw = np.random.default_rng(2)
     arrays = [draw.standard_normal(tensor.sized({"rows": 6, "capacity": 7})) for tensor in specs]
     before = [array.copy() for array in arrays]
-    move_rows(specs, arrays, np.array(rows), 5)
+    move_rows(specs, arrays, np.array(rows), np.array(5))
     for spec, array, old in zip(specs, arrays, before, strict=True):
         part = (slice(4), slice(None), slice(5)) if spec.kind == "cache" else (slice(4),)
         expected = old.copy()
