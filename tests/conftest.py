@@ -21,7 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         os.environ[SHARED] = tempfile.mkdtemp(prefix="fatdeploy-bundles-")
         # Tests neither read nor leave measurements in the user's folder.
-        os.environ[CACHE] = os.path.join(os.environ[SHARED], "cache")
+        os.environ[CACHE] = f"{os.environ[SHARED]}/cache"
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -34,5 +34,5 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def _steady_costs() -> Iterator[None]:
     """Plan with costs that do not depend on a clock; tests/export/quantize/test_costs.py measures real ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fatdeploy.export.quantize.form_search.cost_of", steady_cost)
+        patch.setattr("fatdeploy.export.quantize.planning.form_search.cost_of", steady_cost)
         yield

@@ -17,11 +17,11 @@ from fatdeploy.export.graph_files import op_histogram
 from fatdeploy.export.models.exportable import Exportable
 from fatdeploy.export.package import placed_integers, write_graphs
 from fatdeploy.export.quantize.calibrate import CalibrationRow
-from fatdeploy.export.quantize.form_search import FormSearch
 from fatdeploy.export.quantize.gate import Gate, Judgement, material_of
 from fatdeploy.export.quantize.integers import Floats
 from fatdeploy.export.quantize.matrices import OUTPUT
-from fatdeploy.export.quantize.plan import Option, Plan, planned
+from fatdeploy.export.quantize.planning.form_search import FormSearch
+from fatdeploy.export.quantize.planning.plan import Option, Plan, planned
 from fatdeploy.export.quantize.precisions import (
     Graphs,
     matrices_of,
@@ -50,8 +50,9 @@ RAISED: dict[MatrixPrecision, tuple[MatrixPrecision, ...]] = {
     "int8": ("int8", "fp32"),
     "fp32": ("fp32",),
 }
-# A new budget is meant to use this share of the tokens that may differ: the probes are only a sample.
-AIM = 0.8
+# Shares of the tokens that may differ: what a new budget is meant to use, and what a plan may use while there are more
+# exact ones. The probes are only a sample, and other sources should reach the bar too.
+AIM, MOST_USED = 0.65, 0.8
 # How much smaller each budget is at least, and how many are tried before the most exact plan.
 LEAST_STEP, ATTEMPTS = 0.7, 8
 
@@ -120,15 +121,33 @@ class Quantizer:
         asked = {name: self._asked(name, choices) for name, choices in self.options.items()}
         if not enforced:
             return self._judged(folder, planned(asked, np.inf))
-        plan: Plan | None = planned(asked, np.inf)
-        for _ in range(ATTEMPTS):
-            if plan is None:
-                break
-            judged, share = self._tried(folder, plan)
-            if judged is not None and self._passes(judged.judgement):
+        plan = planned(asked, np.inf)
+        for left in reversed(range(ATTEMPTS)):
+            quantization = self._write(folder, plan)
+            with closing(_opened(folder, self.manifest, quantization)) as engine:
+                share = self.gate.forced_share(engine)
+                following = self._following(asked, plan, share) if left else None
+                if following is not None and not self._has_room(share):
+                    self.stage(f"{share:.2%} of the tokens are the reference's: planning again")
+                    plan = following
+                    continue
+                judged = self._judgement(engine, plan, quantization)
+            if judged.judgement.passes(self.request.bar, self.request.least_agreement):
                 return replace(judged, quantization=replace(judged.quantization, enforced=True))
-            plan = self._next(asked, plan, share) or self._next(self.options, plan, share)
-        raise self._refusal(self._judged(folder, planned(self.options, 0.0)))
+            if following is None:
+                break
+            plan = following
+        raise self._refusal(judged)
+
+    def _has_room(self, share: float) -> bool:
+        """Whether a share of the tokens is safely above the bar, or something else decides."""
+        if self._trial.metric is not None and self.request.bar.agreement is None:
+            return True
+        return 1 - share <= MOST_USED * (1 - self.request.least_agreement)
+
+    def _following(self, asked: Mapping[str, Sequence[Option]], plan: Plan, share: float) -> Plan | None:
+        """Return a more exact plan, in the precision that was asked for if there is one; None if there is none."""
+        return self._next(asked, plan, share) or self._next(self.options, plan, share)
 
     def _asked(self, name: str, choices: Sequence[Option]) -> list[Option]:
         return [option for option in choices if option.recipe.precision == self.precisions[name]]
@@ -169,20 +188,6 @@ class Quantizer:
         material = material_of(self._reference, sources, self._trial.most_steps)
         arrays = material.source, material.mask, material.tokens, material.lengths
         return [CalibrationRow(ids[real], tokens[:length]) for ids, real, tokens, length in zip(*arrays, strict=True)]
-
-    def _passes(self, judgement: Judgement) -> bool:
-        return judgement.passes(self.request.bar, self.request.least_agreement)
-
-    def _tried(self, folder: Path, plan: Plan) -> tuple[Judged | None, float]:
-        """Write a plan; return its judgement and share of tokens, without the former if the share rules it out."""
-        quantization = self._write(folder, plan)
-        with closing(_opened(folder, self.manifest, quantization)) as engine:
-            share = self.gate.forced_share(engine)
-            decides = self._trial.metric is None or self.request.bar.agreement is not None
-            if decides and share < self.request.least_agreement:
-                self.stage(f"{share:.2%} of the tokens are the reference's: planning again")
-                return None, share
-            return self._judgement(engine, plan, quantization), share
 
     def _judged(self, folder: Path, plan: Plan) -> Judged:
         quantization = self._write(folder, plan)

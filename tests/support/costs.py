@@ -1,7 +1,7 @@
 """Costs of products that are the same on every machine: plans in tests do not depend on a clock."""
 
-from fatdeploy.export.quantize.costs import ProductShape
 from fatdeploy.export.quantize.integers import WeightBits
+from fatdeploy.export.quantize.planning.costs import ProductShape
 from fatdeploy.export.quantize.recipe import Form
 
 # Per number of the matrix: static forms are the cheapest that have 8 bits, floats are dear.

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fatdeploy.export.quantize.gptq import blocks_by_hessian
 from fatdeploy.export.quantize.integers import (
     Blocks,
     Floats,
@@ -15,6 +14,7 @@ from fatdeploy.export.quantize.integers import (
     restored_rows,
     smoothing_factors,
 )
+from fatdeploy.export.quantize.planning.gptq import blocks_by_hessian
 from fatdeploy.export.quantize.recipe import FLOATS, Form, MatrixRecipe, smoothed_matrix, stored_matrix
 
 # How much of a channel's size moves from activations into weights. A single range for all activations gains most.

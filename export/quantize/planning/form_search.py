@@ -9,16 +9,16 @@ import numpy as np
 from fatdeploy.export.graph_files import read_structure
 from fatdeploy.export.models.exportable import Exportable
 from fatdeploy.export.quantize.calibrate import Activation, CalibrationRow, activations_of
-from fatdeploy.export.quantize.costs import ProductShape, cost_of
-from fatdeploy.export.quantize.forms import Candidate, Sample, candidates_of, measured_form
 from fatdeploy.export.quantize.integers import Floats, WeightBits
 from fatdeploy.export.quantize.matrices import Product, matrix_of, products_of
-from fatdeploy.export.quantize.plan import Option, worthwhile
+from fatdeploy.export.quantize.planning.costs import ProductShape, cost_of
+from fatdeploy.export.quantize.planning.forms import Candidate, Sample, candidates_of, measured_form
+from fatdeploy.export.quantize.planning.plan import Option, worthwhile
+from fatdeploy.export.quantize.planning.sensitivity import LOGITS, sensitivities_of
 from fatdeploy.export.quantize.precisions import Graphs, Matrix, tables_of
 from fatdeploy.export.quantize.recipe import FLOATS, Form, MatrixPrecision, MatrixRecipe, stored_matrix
 from fatdeploy.export.quantize.request import QuantizeRequest
 from fatdeploy.export.quantize.rewrite_qdq import symmetric_range
-from fatdeploy.export.quantize.sensitivity import LOGITS, sensitivities_of
 from fatdeploy.manifest import EMBEDDING, ENCODER
 
 # Rows of an encoder's products to measure: the time of more grows in proportion.
@@ -96,9 +96,7 @@ class FormSearch:
 
     def _usual_cost(self, samples: Mapping[str, Sample]) -> float:
         """Return the median over all matrices of what an error as large as the result would cost."""
-        costs = [
-            float(sample.powers() @ sample.weights) for sample in samples.values() if sample.weights is not None
-        ]
+        costs = [float(sample.powers() @ sample.weights) for sample in samples.values() if sample.weights is not None]
         return float(np.median(costs)) if costs else 1.0
 
     def _candidates(
