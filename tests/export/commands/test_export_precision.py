@@ -397,18 +397,8 @@ def test_all_options_without_effect_in_fp32_are_reported_at_once() -> None:
         "activations": "float",
         "ranges": "min-max",
     }
-    names = (
-        "--precision-of",
-        "--calibration",
-        "--probes",
-        "--recover",
-        "--for",
-        "--rows",
-        "--cpu",
-        "--min-agreement",
-        "--max-loss",
-    )
-    names += ("--metric", "--activations", "--ranges")
+    names = ("--precision-of", "--calibration", "--probes", "--recover", "--for", "--rows", "--cpu")
+    names += ("--min-agreement", "--max-loss", "--metric", "--activations", "--ranges")
     with pytest.raises(ConfigError, match=f": {'; '.join(f'{name} is for integers' for name in names)}$"):
         precision_of({**PLAIN, **values})
 

@@ -36,6 +36,6 @@ def test_another_shape_number_of_rows_threads_or_bits_is_measured_again(monkeypa
 
 
 def test_the_least_time_of_a_run_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(np.cumsum([0.0] + [0.5, 0.0, 0.3, 0.0, 0.2, 0.0, 0.4, 0.0, 0.6, 0.0, 0.5, 0.0]).tolist())
+    clock = iter(np.cumsum([0.0, 0.5, 0.0, 0.3, 0.0, 0.2, 0.0, 0.4, 0.0, 0.6, 0.0, 0.5, 0.0]).tolist())
     monkeypatch.setattr(costs.time, "perf_counter", lambda: next(clock))
     assert least_microseconds(lambda: None) == pytest.approx(0.2e6)
