@@ -34,7 +34,7 @@ FAQ_PAGES = (
 REFERENCE_PAGES = ("pr01", *(f"ch{chapter:02}" for chapter in range(1, 13)))
 PARAGRAPH, TAG = re.compile(r"<p\b[^>]*>(.*?)</p>", re.DOTALL), re.compile(r"<[^>]+>")
 ENGLISH_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"“(])")
-CHINESE_END = re.compile(r"(?<=[。！？])")  # noqa: RUF001 - the marks of Chinese
+CHINESE_END = re.compile(r"(?<=[。！？])")
 
 
 def paragraphs_of(page: str) -> list[str]:

@@ -24,6 +24,7 @@ from benchmarks.real.integers.settings import (
     PARTS,
     PEER_FP32,
     PEER_INT8,
+    SHORTLIST,
     IntegerSizes,
     IntegerTurn,
     cpu_here,
@@ -39,6 +40,7 @@ from benchmarks.real.sources import MODEL, PEER, REAL, Vocabulary, sentences, so
 OUT = RESULTS / "real_quantized.json"
 PACKAGES = ("fatdeploy", "onnxruntime", "ctranslate2", "sacrebleu", "numpy")
 SEARCH_PARTS = {1: "greedy-bulk", BEAMS: "beams-bulk"}
+SHORTLIST_PART = "shortlist-bulk"
 
 
 def compute_types() -> tuple[str, ...]:
@@ -48,10 +50,10 @@ def compute_types() -> tuple[str, ...]:
     return tuple(sorted(ctranslate2.get_supported_compute_types("cpu") - {"int8"}))
 
 
-def outputs_turn(engine: Any, form: str, beams: int, threads: int, kind: Any = "outputs") -> IntegerTurn:
+def outputs_turn(engine: Any, form: str, part: str, threads: int, kind: Any = "outputs") -> IntegerTurn:
     """Return a turn that translates everything; on CTranslate2 in the setting that is usually its best."""
     split = {"threads": 1, "workers": threads, "batch": 64} if engine == "ctranslate2" else {"threads": threads}
-    return IntegerTurn(kind=kind, part=SEARCH_PARTS[beams], engine=engine, form=form, **split)
+    return IntegerTurn(kind=kind, part=part, engine=engine, form=form, **split)
 
 
 def bundles_here(given: dict[str, str]) -> dict[str, str]:
@@ -73,12 +75,14 @@ def fidelity_rows(stages: Stages, forced: dict[tuple[str, str], dict[str, Any]])
     fp32 = {"fatdeploy": "fp32", "ctranslate2": PEER_FP32}
     return [
         {
-            **{"engine": engine, "form": form, "beams": beams},
+            "engine": engine,
+            "form": form,
+            "beams": beams,
             **closeness(outputs, stages.outputs[engine, fp32[engine], beams], pieces),
             **({"forced": forced[engine, form]} if beams == 1 and (engine, form) in forced else {}),
         }
         for (engine, form, beams), outputs in stages.outputs.items()
-        if form != fp32[engine]
+        if form.removesuffix(SHORTLIST) != fp32[engine]
     ]
 
 
@@ -100,13 +104,18 @@ def quantized_result(stages: Stages, parts: list[str], threads: int, rounds: int
     """Return all that is measured."""
     ours = [form for form in recipes(None) if form in stages.sizes.bundles]
     cases = [*(("fatdeploy", form) for form in ours), *(("ctranslate2", form) for form in compute_types())]
-    stages.ask_outputs(outputs_turn(*case, beams, threads) for case in cases for beams in SEARCH_PARTS)
+    turns = [outputs_turn(*case, part, threads) for case in cases for part in SEARCH_PARTS.values()]
+    if SHORTLIST_PART in parts:
+        peers = [("ctranslate2", form) for form in compute_types()]
+        listed = [*(("fatdeploy", form) for form in PARTS[SHORTLIST_PART].forms), *peers]
+        turns += [outputs_turn(*case, SHORTLIST_PART, threads) for case in listed]
+    stages.ask_outputs(turns)
     equal = {
         beams: check_fp32(stages.outputs["fatdeploy", "fp32", beams], stages.outputs["ctranslate2", PEER_FP32, beams])
         for beams in SEARCH_PARTS
     }
     quantized = [case for case in cases if case[1] not in ("fp32", PEER_FP32)]
-    forced = stages.forced(outputs_turn(*case, 1, threads, "forced") for case in quantized)
+    forced = stages.forced(outputs_turn(*case, SEARCH_PARTS[1], threads, "forced") for case in quantized)
     speeds = speed_rows(stages, parts, threads, rounds)
     fidelity = fidelity_rows(stages, forced)
     bundles = [bundle_row(form, folder) for form, folder in stages.sizes.bundles.items()]
@@ -140,7 +149,7 @@ def main(out: Path, cache: Path, given: tuple[str, ...], **options: int) -> None
     if has_shortlists():
         bundles, peer = add_shortlist(bundles, run.cache)
     else:
-        parts.remove("shortlist-bulk")
+        parts.remove(SHORTLIST_PART)
     prepared = run.cache / "real-quantized-sentences.json"
     facts = prepare(prepared, options.pop("count"))
     sizes = IntegerSizes(

@@ -55,7 +55,7 @@ class Stages:
         """Translate every sentence once with each engine and form, without a clock."""
         results = self.run.measured(dict.fromkeys(turns, 1), self._result, self.made_by)
         for turn, [result] in results.items():
-            self.outputs[turn.engine, turn.form, PARTS[turn.part].beams] = result["outputs"]
+            self.outputs[case_of(turn)] = result["outputs"]
 
     def forced(self, turns: Iterable[IntegerTurn]) -> dict[tuple[str, str], dict[str, Any]]:
         """Return how many of fp32's tokens each engine chooses after fp32's own."""
@@ -101,7 +101,7 @@ class Stages:
 
     def _checked(self, turn: IntegerTurn, result: Any) -> Any:
         """Refuse outputs that depend on their batch where the bundle promises that none does."""
-        if turn.engine == "fatdeploy" and turn.form in self.exact and not PARTS[turn.part].shortlist:
+        if turn.engine == "fatdeploy" and turn.form in self.exact:
             different = self._changed(turn, result["outputs"])
             if different or not result["repeatable"]:
                 raise SystemExit(
@@ -111,7 +111,7 @@ class Stages:
         return result
 
     def _changed(self, turn: IntegerTurn, outputs: Ids) -> int:
-        expected = self.outputs[turn.engine, turn.form.removesuffix(SHORTLIST), PARTS[turn.part].beams]
+        expected = self.outputs[case_of(turn)]
         return changed(outputs, [expected[row] for row in rows_of(turn, self.sizes, len(expected))])
 
     def _write_forced(self) -> None:
@@ -121,6 +121,12 @@ class Stages:
         kept = [row for row, target in enumerate(targets) if len(target) < self.sizes.max_new_tokens - 1]
         chosen = {"sources": [sources[row] for row in kept], "targets": [targets[row] for row in kept]}
         Path(self.sizes.forced).write_text(json.dumps(chosen))
+
+
+def case_of(turn: IntegerTurn) -> tuple[str, str, int]:
+    """Return what the outputs of a turn depend on: engine, form with or without a shortlist, and beams."""
+    part = PARTS[turn.part]
+    return turn.engine, f"{turn.form.removesuffix(SHORTLIST)}{SHORTLIST if part.shortlist else ''}", part.beams
 
 
 def check_fp32(ours: Ids, peer: Ids) -> float:

@@ -11,13 +11,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from benchmarks.harness.rounds import print_turn
-from benchmarks.real.folders.opus_mt import EOS, PAD
+from benchmarks.real.folders.opus_mt import EOS
 from benchmarks.real.integers.settings import PARTS, IntegerEngine, IntegerSizes, IntegerTurn, evenly
 from benchmarks.real.sources import MODEL, Vocabulary
 from fatdeploy.bundle import read_bundle
 from fatdeploy.runtimes.engines.opening import opened_engine
 from fatdeploy.runtimes.model import load
 from fatdeploy.runtimes.proof.gate import Material, forced_fidelity
+from fatdeploy.spec import ModelSpec
 
 Ids = list[list[int]]
 WARM_UP = 64  # sentences in bulk
@@ -59,7 +60,7 @@ class IntegerBundle:
         """Return the number of steps and of equal choices, by the code of the gate."""
         self.model.close()
         engine = opened_engine(read_bundle(self.folder), threads=self.threads)
-        fidelity = forced_fidelity(engine, material_from(sources, targets))
+        fidelity = forced_fidelity(engine, material_from(sources, targets, engine.spec))
         engine.close()
         return fidelity.tokens, fidelity.same
 
@@ -115,19 +116,19 @@ class IntegerPeer:
 ENGINES: dict[IntegerEngine, type[IntegerTranslating]] = {"fatdeploy": IntegerBundle, "ctranslate2": IntegerPeer}
 
 
-def material_from(sources: Ids, targets: Ids) -> Material:
+def material_from(sources: Ids, targets: Ids, spec: ModelSpec) -> Material:
     """Return the material of the gate; similar lengths are together."""
-    tokens = [[*target, EOS] for target in targets]
+    tokens = [[*target, spec.eos_id] for target in targets]
     order = sorted(range(len(tokens)), key=lambda row: len(tokens[row]))
-    source, mask = _padded([sources[row] for row in order])
-    target, counted = _padded([tokens[row] for row in order])
+    source, mask = _padded([sources[row] for row in order], spec.pad_id)
+    target, counted = _padded([tokens[row] for row in order], spec.pad_id)
     return Material(source, mask, target, counted.sum(1))
 
 
-def _padded(rows: Ids) -> tuple[np.ndarray, np.ndarray]:
+def _padded(rows: Ids, pad: int) -> tuple[np.ndarray, np.ndarray]:
     lengths = np.array([len(row) for row in rows])
     mask = np.arange(lengths.max()) < lengths[:, None]
-    padded = np.full(mask.shape, PAD, np.int64)
+    padded = np.full(mask.shape, pad, np.int64)
     padded[mask] = np.concatenate(rows)
     return padded, mask
 
