@@ -5,7 +5,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmarks.harness.noise import NoiseProbe
@@ -18,7 +17,7 @@ from benchmarks.real.integers.agreement import facts_of, levels
 from benchmarks.real.integers.fidelity import closeness, quality, read_references, texts_of
 from benchmarks.real.integers.run import outputs_turn
 from benchmarks.real.integers.settings import IntegerSizes, IntegerTurn, cpu_here, evenly, peer_settings, recipes
-from benchmarks.real.integers.shortlists import unmeasured, vmap_text
+from benchmarks.real.integers.shortlists import unmeasured
 from benchmarks.real.integers.stages import Stages, best_settings, bundle_row, check_fp32
 from benchmarks.real.integers.targets import integer_targets
 from benchmarks.real.integers.turns import material_from, measured, timed
@@ -230,20 +229,6 @@ def test_paragraphs_with_as_many_sentences_are_aligned() -> None:
         ("这是第二个很好的句子。", "This is a second good one."),
     ]
     assert pairs_of(chinese, english + "<p>More.</p>") == []
-
-
-class Table:
-    """Every source token may be itself, and 3 may be 4."""
-
-    frequent = np.array([5, 2])
-
-    def targets_of(self, source: np.ndarray) -> np.ndarray:
-        return np.concatenate([source, [4] * int(3 in source)]).astype(int)
-
-
-def test_a_table_is_written_as_the_peer_reads_it() -> None:
-    lines = vmap_text(Table(), {2: "▁a", 3: "▁good", 4: "▁day", 5: "s", 9: "<pad>"}).splitlines()
-    assert lines == ["\ts ▁a", "▁a\t▁a", "▁good\t▁good ▁day", "▁day\t▁day", "s\ts"]
 
 
 def test_a_shortlist_is_built_from_sentences_that_are_not_measured() -> None:

@@ -4,9 +4,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Protocol
-
-import numpy as np
 
 from benchmarks.harness.provenance import ROOT
 from benchmarks.real.integers.settings import SHORTLIST
@@ -16,17 +13,6 @@ from fatdeploy.cli import COMMANDS
 from fatdeploy.folders import replaced_folder
 
 FORM = "int8-throughput"
-VMAP = "vmap.txt"
-
-
-class SourceTable(Protocol):
-    """Which target tokens go with which source tokens."""
-
-    frequent: np.ndarray
-
-    def targets_of(self, source: np.ndarray) -> np.ndarray:
-        """Return the target tokens of a source's tokens, beyond the frequent ones."""
-        ...
 
 
 def has_shortlists() -> bool:
@@ -48,28 +34,14 @@ def add_shortlist(bundles: dict[str, str], cache: Path) -> tuple[dict[str, str],
             shutil.copytree(bundles[FORM], new, dirs_exist_ok=True)
             subprocess.run([sys.executable, "-m", "fatdeploy", "shortlist", new, lines], cwd=ROOT, check=True)
     if not peer.exists():
+        from benchmarks.peers.vocabulary_map import write_mapped_model
         from fatdeploy.runtimes.shortlist.table import read_table
 
-        pieces = {index: piece for piece, index in Vocabulary.of(REAL / MODEL).ids.items()}
-        with replaced_folder(peer, force=True) as new:
-            shutil.copytree(REAL / PEER, new, dirs_exist_ok=True)
-            (new / VMAP).write_text(vmap_text(read_table(read_bundle(ours)), pieces), encoding="utf-8")
+        ids = Vocabulary.of(REAL / MODEL).ids
+        write_mapped_model(REAL / PEER, peer, read_table(read_bundle(ours)), sorted(ids, key=ids.__getitem__))
     return {**bundles, f"{FORM}{SHORTLIST}": str(ours)}, peer
 
 
 def unmeasured(lines: list[str]) -> list[str]:
     """Return the sentences that engines are not compared on."""
     return [line for row, line in enumerate(lines) if row % EVERY]
-
-
-def vmap_text(table: SourceTable, pieces: dict[int, str]) -> str:
-    """Return a table as CTranslate2 reads it: a source piece, a tab, target pieces; an empty source means any."""
-    known = {
-        index: piece for index, piece in pieces.items() if piece != "<pad>"
-    }  # our padding is not in its vocabulary
-
-    def line(source: str, targets: np.ndarray) -> str:
-        return f"{source}\t{' '.join(known[index] for index in targets.tolist() if index in known)}\n"
-
-    rows = {piece: np.unique(table.targets_of(np.array([index]))) for index, piece in known.items()}
-    return line("", table.frequent) + "".join(line(piece, targets) for piece, targets in rows.items() if targets.size)
