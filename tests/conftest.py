@@ -19,7 +19,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         os.environ[SHARED] = tempfile.mkdtemp(prefix="fatdeploy-bundles-")
         # Tests neither read nor leave measurements in the user's folder.
-        os.environ[CACHE] = os.path.join(os.environ[SHARED], "cache")
+        os.environ[CACHE] = f"{os.environ[SHARED]}/cache"
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

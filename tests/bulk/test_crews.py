@@ -43,7 +43,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Script:
 
     def script(speeds: dict[tuple[int, int], float]) -> list[tuple[int, int]]:
         class Scripted:
-            def __init__(self, engine: Any, workers: int, patience_s: float) -> None:  # noqa: ARG002
+            def __init__(self, engine: Any, workers: int, patience_s: float) -> None:
                 self.workers = workers
 
             def rows_per_second(self, rows: int) -> float | None:
