@@ -60,7 +60,6 @@ def refills(engine: Engine[Any], task: Task) -> bool:
         isinstance(engine, Refilling)
         and engine.refills
         and task.spec.decoding == "autoregressive"
-        and task.options.num_beams == 1
         and all(processor.ragged for processor in processors_of(task))
     )
 
@@ -195,7 +194,8 @@ class Decoding(ClosedOnExit):
     def _refilled_search(self, waiting: Waiting) -> Refillable:
         if not isinstance(self._engine, Refilling):
             raise TypeError(f"{type(self._engine).__name__} cannot replace finished sources")
-        search = RowSearch(self._task, self._scorer(), self._arrivals)
+        kind = RowSearch if self._task.options.num_beams == 1 else BeamSearch
+        search: Refillable = kind(self._task, self._scorer(), self._arrivals)
         self._refill = Refill(self._engine, search, waiting, len(self._arrivals), lambda new: self._encoded(new, 1))
         return search
 

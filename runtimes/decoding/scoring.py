@@ -9,7 +9,7 @@ from fatdeploy.errors import ConfigError, SpecMismatch
 from fatdeploy.runtimes.decoding.log_sums import LogSums
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.decoding.processors.protocol import NEG_INF, History, Processor
-from fatdeploy.runtimes.engines.protocol import Engine, Floats, State, StepOut, Want
+from fatdeploy.runtimes.engines.protocol import Engine, Floats, Ranking, State, StepOut, Want
 
 # The largest product, in multiplications, that OpenBLAS (numpy's library) runs in one thread: 65536 * 4, its defaults.
 IN_ONE_THREAD = 2**18
@@ -20,6 +20,7 @@ class Scorer:
 
     def __init__(self, engine: Engine[State], options: DecodeOptions, processors: Sequence[Processor] = ()) -> None:
         self.spec, self.processors = engine.spec, processors
+        self.topk_pays = not isinstance(engine, Ranking) or engine.topk_pays
         self._listed: NDArray[np.int64] | None = None
         self._matrix: Floats | None = None  # [n, M]
         self._bias: Floats | None = None  # [n]

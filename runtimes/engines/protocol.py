@@ -132,3 +132,13 @@ class Refilling(Engine[State], Protocol[State]):
         So a row that waits for a newcomer, or for others to leave with it, never grows beyond the capacity.
         """
         ...
+
+
+@runtime_checkable
+class Ranking(Protocol):
+    """An engine that knows whether its own top k pays; others are taken to be better at it than the loop."""
+
+    @property
+    def topk_pays(self) -> bool:
+        """Whether a step with ``Want.TOPK`` is faster than one with ``Want.LOGITS`` and a search in the logits."""
+        ...

@@ -79,6 +79,20 @@ CHOICES = {
     "processors of tokens": DecodeOptions(
         repetition_penalty=1.7, no_repeat_ngram_size=2, bad_words=[[5], [6, 7]], encoder_repetition_penalty=1.3
     ),
+    "beams": DecodeOptions(num_beams=4, num_return_sequences=4),
+    "two ends and a long search": DecodeOptions(num_beams=2, eos_ids=[2, 5], early_stopping="never"),
+    "beams at a limit": DecodeOptions(num_beams=3, max_new_tokens=4, early_stopping=True),
+    "beams after a prefix": DecodeOptions(num_beams=3, prefix=(4, 9), max_new_tokens=9, num_return_sequences=2),
+    "beams of a shortlist": DecodeOptions(num_beams=2, shortlist=[3, 5, 8, 9, 11, 20], suppress_tokens=[5]),
+    "beams with stops": DecodeOptions(num_beams=3, stop=[[5], [7, 8], "k"], min_new_tokens=2),
+    "beams with processors": DecodeOptions(
+        num_beams=3, num_return_sequences=3, repetition_penalty=1.7, no_repeat_ngram_size=2, forced_eos_id=2
+    ),
+    "normalized beams": DecodeOptions(
+        num_beams=4, renormalize=True, bad_words=[[5], [6, 7]], forced_eos_id=2, max_new_tokens=12
+    ),
+    "drawn beams": DecodeOptions(num_beams=3, sample=True, seed=5, top_k=9, num_return_sequences=3),
+    "diverse beams": DecodeOptions(num_beams=4, num_beam_groups=2, diversity_penalty=1.5, num_return_sequences=4),
 }
 
 
@@ -108,8 +122,11 @@ def test_any_number_of_places_gives_the_same(places: int) -> None:
         DecodeOptions(scores=True),
         DecodeOptions(sample=True, num_return_sequences=2, seed=1),
         DecodeOptions(stop=["k", [5]], no_repeat_ngram_size=2, forced_eos_id=2, max_new_tokens=11),
+        DecodeOptions(num_beams=3, num_return_sequences=3),
+        DecodeOptions(num_beams=2, stop=["k", [5]], no_repeat_ngram_size=2, forced_eos_id=2, max_new_tokens=11),
+        DecodeOptions(num_beams=4, num_beam_groups=2, diversity_penalty=1.5, bad_words=[[5]]),
     ],
-    ids=["greedy", "samples", "stops and processors"],
+    ids=["greedy", "samples", "stops and processors", "beams", "beams, stops and processors", "diverse beams"],
 )
 def test_each_newcomer_reads_a_prefix_of_its_own(options: DecodeOptions) -> None:
     draw = np.random.default_rng(7)
@@ -132,16 +149,18 @@ def test_targets_that_read_from_right_to_left_come_in_reading_order() -> None:
 def never_ends(source: tuple[int, ...], tokens: tuple[int, ...]) -> Floats:
     """Return logits whose EOS wins only for short sources."""
     logits = hashed_logits(source, tokens)
-    logits[2] = 99 if len(source) < 4 and len(tokens) >= 2 else -99
+    logits[2] = 30 if len(source) < 4 and len(tokens) >= 2 else -99
     return logits
 
 
-def test_finished_rows_never_grow_beyond_the_capacity_while_they_wait() -> None:
+@pytest.mark.parametrize("beams", [1, 3])
+def test_finished_rows_never_grow_beyond_the_capacity_while_they_wait(beams: int) -> None:
     # One row runs up to the limit again and again while all others are finished after two steps.
     sources = [[5] * 8, *([[3 + index % 20] for index in range(12)])]
     engine = RefilledEngine(never_ends)
-    results = refilled(engine, sources, DecodeOptions(), places=4, share=1.0)
-    assert results == [decode(TableEngine(never_ends), [source])[0] for source in sources]
+    options = DecodeOptions(num_beams=beams)
+    results = refilled(engine, sources, options, places=4, share=1.0)
+    assert results == [decode(TableEngine(never_ends), [source], options)[0] for source in sources]
     assert [result.finish for result in results] == ["length", *["eos"] * 12]
     assert len(results[0].tokens) == 32
 
@@ -219,7 +238,7 @@ def test_only_some_engines_searches_and_processors_can_refill() -> None:
     assert can(DecodeOptions())
     assert can(DecodeOptions(no_repeat_ngram_size=2, sample=True))
     assert not can(DecodeOptions(), TableEngine())
-    assert not can(DecodeOptions(num_beams=2))
+    assert can(DecodeOptions(num_beams=2))
     assert not can(DecodeOptions(processors=[lambda tokens, scores: scores]))
     engine.refills = False
     assert not can(DecodeOptions())

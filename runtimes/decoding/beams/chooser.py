@@ -1,7 +1,5 @@
 """The best few of many scores."""
 
-from collections.abc import Callable
-
 import numpy as np
 
 from fatdeploy.runtimes.decoding.log_sums import LogSums, row_blocks
@@ -24,30 +22,31 @@ class Chooser:
 
     def best(self, scores: Floats) -> tuple[Floats, Tokens]:
         """Return scores and columns [R, count] of the best, best first."""
-        return self._best(scores, lambda values, _, __: values)
+        values, columns, _ = self._best(scores, normalized=False)
+        return values, columns
 
     def best_log_probs(self, scores: Floats) -> tuple[Floats, Tokens]:
         """Return log-probabilities and columns [R, count] of the best, best first; the scores stay as they are."""
-        return self._best(scores, self._normalized)
+        values, columns, (largest, logs) = self._best(scores, normalized=True)
+        return (values - largest) - logs, columns
 
-    def _best(self, scores: Floats, final: Callable[[Floats, Floats, Floats], Floats]) -> tuple[Floats, Tokens]:
+    def _best(self, scores: Floats, *, normalized: bool) -> tuple[Floats, Tokens, Floats]:
+        """Return scores and columns of the best, and what makes the scores log-probabilities [2, R, 1]."""
         count = min(self._count, scores.shape[1])
         if len(self._among) != scores.shape[1]:
             self._among = np.empty(scores.shape[1], bool)
-        best, columns = np.empty((len(scores), count), np.float32), np.empty((len(scores), count), np.int64)
+        columns = np.empty((len(scores), count), np.int64)
+        sums = np.zeros((2, len(scores), 1), np.float32)
         # Everything about a block of rows at once, while the cache has it: memory is read once.
         for rows in row_blocks(scores):
             part = scores[rows]
             largest = self._largest_of_groups(part, count)
-            bounds = np.partition(largest, largest.shape[1] - count)[:, -count]
-            for row, bound, into in zip(part, bounds, columns[rows], strict=True):
+            if normalized:
+                sums[:, rows] = self._log_sums.of(part, largest.max(-1, keepdims=True))
+            largest.partition(largest.shape[1] - count)
+            for row, bound, into in zip(part, largest[:, -count], columns[rows], strict=True):
                 into[...] = self._columns(row, bound, count)
-            best[rows] = final(np.take_along_axis(part, columns[rows], 1), part, largest)
-        return best, columns
-
-    def _normalized(self, values: Floats, scores: Floats, largest: Floats) -> Floats:
-        shift, logs = self._log_sums.of(scores, largest.max(-1, keepdims=True))
-        return (values - shift) - logs
+        return scores[np.arange(len(scores))[:, None], columns], columns, sums
 
     def _largest_of_groups(self, scores: Floats, count: int) -> Floats:
         """Return the largest scores [R, groups] of groups of columns.
@@ -64,5 +63,7 @@ class Chooser:
 
     def _columns(self, row: Floats, bound: np.float32, count: int) -> Tokens:
         np.greater_equal(row, bound, out=self._among)
-        among = np.flatnonzero(self._among)
-        return among[np.argsort(-row[among], kind="stable")[:count]]
+        # The methods, not the functions of these names: for a few numbers those take twice as long.
+        (among,) = self._among.nonzero()
+        columns: Tokens = among[(-row[among]).argsort(kind="stable")[:count]]
+        return columns
