@@ -10,11 +10,11 @@ from fatdeploy.runtimes.closing import ClosedOnExit
 from fatdeploy.runtimes.decoding.beams.beam_search import BeamSearch
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis, hypothesis_from_raw
 from fatdeploy.runtimes.decoding.options import DecodeOptions
-from fatdeploy.runtimes.decoding.parallel_search import ParallelSearch
 from fatdeploy.runtimes.decoding.processors.chain import processors_of
 from fatdeploy.runtimes.decoding.prompts import PrefixIds, prompts_of
 from fatdeploy.runtimes.decoding.refilling import Refill, Waiting
-from fatdeploy.runtimes.decoding.row_search import RowSearch
+from fatdeploy.runtimes.decoding.rows.parallel_search import ParallelSearch
+from fatdeploy.runtimes.decoding.rows.row_search import RowSearch
 from fatdeploy.runtimes.decoding.scoring import Scorer
 from fatdeploy.runtimes.decoding.search import Refillable, Search, Task
 from fatdeploy.runtimes.decoding.sources import CheckedSources, SourceIds, checked_sources, padded

@@ -69,8 +69,10 @@ def test_finished_sources_are_replaced_where_that_is_possible() -> None:
     sources, engine = drawn_sources(90), tabled()
     crewed(engine).generate(sources, OPTIONS)
     assert engine.joined == 90 - 3 * 8
+    # A source of two beams needs two rows.
+    engine = tabled()
     crewed(engine).generate(sources, replace(OPTIONS, num_beams=2))
-    assert engine.joined == 90 - 3 * 8
+    assert engine.joined == 90 - 3 * 4
 
 
 def test_prefixes_of_their_own_stay_with_their_sources() -> None:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from fatdeploy.runtimes.decoding.hypothesis import Finish, RawTarget
 from fatdeploy.runtimes.decoding.processors.protocol import History, rectangular
-from fatdeploy.runtimes.decoding.row_targets import RowTargets
+from fatdeploy.runtimes.decoding.rows.row_targets import RowTargets
 from fatdeploy.runtimes.decoding.sampling import Sampler
 from fatdeploy.runtimes.decoding.scoring import Scorer, check_something_is_left
 from fatdeploy.runtimes.decoding.search import ALL, Move, Selection, Task, stays
