@@ -9,7 +9,7 @@ from fatdeploy.runtimes.engines.protocol import Floats
 
 # Scores that are read together: they and their powers stay in a core's cache, and one call of numpy takes much longer
 # than making it.
-BLOCK = 2**16
+BLOCK = 2**17
 LOWEST = np.finfo(np.float32).min
 
 
