@@ -15,7 +15,7 @@ def check_list(sources: object) -> None:
 
 
 def check_call(
-    options: object, truncate: object, batch_tokens: object = 1, progress: object = None, split: object = None
+    options: object, truncate: object, batch_tokens: object = None, progress: object = None, split: object = None
 ) -> None:
     """Raise, with every reason, unless the arguments are what their names say."""
     reasons = []
@@ -23,7 +23,7 @@ def check_call(
         reasons.append(f"options must be DecodeOptions, found {options!r}")
     if not isinstance(truncate, bool):
         reasons.append(f"truncate must be True or False, found {truncate!r}")
-    if isinstance(batch_tokens, bool) or not isinstance(batch_tokens, int) or batch_tokens < 1:
+    if batch_tokens is not None and (type(batch_tokens) is not int or batch_tokens < 1):
         reasons.append(f"batch_tokens must be a whole number from 1 up, found {batch_tokens!r}")
     if progress is not None and not callable(progress):
         reasons.append(f"progress must be a function of a number, found {progress!r}")

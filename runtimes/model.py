@@ -1,7 +1,7 @@
 """What an application embeds: a bundle, loaded once, that decodes ids or text from any number of threads."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,17 +10,21 @@ from typing import Any, Literal
 
 from fatdeploy.bundle import Bundle, read_bundle
 from fatdeploy.errors import SpecMismatch
+from fatdeploy.runtimes.bulk.crews import Crews
+from fatdeploy.runtimes.bulk.jobs import Job
+from fatdeploy.runtimes.bulk.sharing import crews_of, shared_out
+from fatdeploy.runtimes.bulk.workers import Workers
 from fatdeploy.runtimes.call_checks import check_call, check_list, check_streamed
 from fatdeploy.runtimes.closing import ClosedOnExit
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
-from fatdeploy.runtimes.decoding.loop import Decoding
+from fatdeploy.runtimes.decoding.loop import Decoding, task_of
 from fatdeploy.runtimes.decoding.options import OPTIONS, DecodeOptions
 from fatdeploy.runtimes.decoding.prompts import PrefixIds, Prompt, check_count, prompts_of, reasons_against
-from fatdeploy.runtimes.decoding.sources import CheckedSources, batches_of, wrong_source
-from fatdeploy.runtimes.decoding.stops import cut_text
+from fatdeploy.runtimes.decoding.sources import CheckedSources, wrong_source
+from fatdeploy.runtimes.decoding.stops import TextOf, cut_text
 from fatdeploy.runtimes.decoding.streaming import Deltas, Stream
 from fatdeploy.runtimes.defaults import changed_options, check_names, default_options, within_room
-from fatdeploy.runtimes.engines.opening import most_sources_of, opened_engine
+from fatdeploy.runtimes.engines.opening import opened_engine
 from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
 from fatdeploy.runtimes.engines.ort.versions import warn_of_version
 from fatdeploy.runtimes.engines.protocol import Engine
@@ -45,10 +49,6 @@ from fatdeploy.runtimes.text.source_reader import (
 from fatdeploy.spec import ModelSpec
 from fatdeploy.targets import TARGETS, Provider
 
-# Default number of positions, of sources and targets, in one batch: many more are not faster, and take memory.
-BATCH_TOKENS = 8192
-
-
 log = logging.getLogger("fatdeploy")
 
 
@@ -72,7 +72,7 @@ def load(
     engine = opened_engine(bundle, threads=threads, spinning=spinning, providers=providers, cuda_graphs=cuda_graphs)
     if TARGETS[bundle.manifest.target].engine == "onnxruntime":
         warn_of_version(bundle, onnxruntime_module().__version__)
-    return Model(bundle, engine)
+    return Model(bundle, engine, crews_of(bundle, engine, threads=threads, spinning=spinning, providers=providers))
 
 
 class Model(ClosedOnExit):
@@ -81,10 +81,9 @@ class Model(ClosedOnExit):
     ``options`` are the bundle's defaults: how the model's authors decode, or greedy if the model came without settings.
     """
 
-    def __init__(self, bundle: Bundle, engine: Engine[Any]) -> None:
+    def __init__(self, bundle: Bundle, engine: Engine[Any], crews: Crews | None = None) -> None:
         self.bundle = bundle
-        self._engine = engine
-        self._most_sources = most_sources_of(engine)
+        self._engine, self._crews = engine, crews
         self._reader = SourceReader(bundle)
         self._tokenizer = self._reader.tokenizer
         self.options = default_options(bundle)
@@ -104,7 +103,7 @@ class Model(ClosedOnExit):
         source_language: LanguageCodes = None,
         target_language: LanguageCodes = None,
         split: Literal["sentences"] | None = None,
-        batch_tokens: int = BATCH_TOKENS,
+        batch_tokens: int | None = None,
         progress: Callable[[int], None] | None = None,
         **changes: Any,
     ) -> list[Hypothesis]:
@@ -119,8 +118,10 @@ class Model(ClosedOnExit):
         by sentence and has one result, in the lines of the text. A source longer than ``max_source`` is an error before
         anything is decoded; with ``truncate`` it is cut, and ``dropped`` says by how much. Sources of similar lengths
         are decoded together, longest first, in batches of at most ``batch_tokens`` positions, which changes no result.
-        ``progress`` is called after each batch with its number of sources. Sources whose batch had not started when
-        ``timeout_s`` ran out are ``cancelled`` without a token. Unknown characters are logged as one warning per call.
+        Hundreds of sources are shared by as many workers as pay, in batches as large as pays on this machine.
+        ``progress`` is called with the number of sources that are complete, never from two threads at once. Sources
+        that had not started when ``timeout_s`` ran out are ``cancelled`` without a token. Unknown characters are logged
+        as one warning per call.
         """
         check_call(options, truncate, batch_tokens, progress, split)
         check_list(sources)
@@ -136,16 +137,9 @@ class Model(ClosedOnExit):
         readable = self._reader.readable(flat, flat_pairs, truncate=truncate) if flat or not sources else []
         prompts = self._prompts(prefixes, readable, options)
         results = [Hypothesis((), "cancelled")] * len(readable)
-        for own, rows in self._batches(readable, prompts, options, batch_tokens):
-            if deadline is not None and monotonic() >= deadline:
-                break
-            chosen = [readable[row] for row in rows], [prompts[row].prefix for row in rows]
-            with self._decoding(*chosen, own, deadline) as decoding:
-                hypotheses = decoding.run()
-            for row, hypothesis in zip(rows, hypotheses, strict=True):
-                results[row] = hypothesis
-            if progress is not None:
-                progress(len(rows))
+        jobs = self._jobs(readable, prompts, options)
+        engine, n_workers = shared_out(jobs, self._engine, self._crews, batch_tokens, hurried=deadline is not None)
+        Workers(engine, jobs, results, deadline=deadline, progress=progress).run(n_workers)
         completed = [
             self._completed(result, source, options, prompt.prefix)
             for result, source, prompt in zip(results, readable, prompts, strict=True)
@@ -250,7 +244,9 @@ class Model(ClosedOnExit):
         return self._document(text, pair, truncate)
 
     def close(self) -> None:
-        """Close the engine; the model cannot be used afterwards."""
+        """Close the engines; the model cannot be used afterwards."""
+        if self._crews is not None:
+            self._crews.close()
         self._engine.close()
 
     def _document(self, text: object, pair: LanguagePair, truncate: bool) -> ReadDocument:
@@ -294,16 +290,16 @@ class Model(ClosedOnExit):
         ]
         return prompts_of(options, self.spec, named, len(sources))
 
-    def _batches(
-        self, sources: Sequence[ReadSource], prompts: Sequence[Prompt], options: DecodeOptions, batch_tokens: int
-    ) -> Iterator[tuple[DecodeOptions, list[int]]]:
-        """Yield the rows that decode together, with the options of their language."""
-        rows_per_source = options.rows_per_source(self.spec)
+    def _jobs(self, sources: Sequence[ReadSource], prompts: Sequence[Prompt], options: DecodeOptions) -> list[Job]:
+        """Return the sources that may decode together, with the options of their language."""
+        jobs = []
         for own, rows in grouped_rows(self._reader.languages, [source.pair for source in sources], options):
-            lengths = [len(sources[row].ids) for row in rows]
-            positions = [prompts[row].end - 1 for row in rows]
-            for batch in batches_of(lengths, rows_per_source, positions, batch_tokens, self._most_sources):
-                yield own, [rows[index] for index in batch]
+            checked, prefixes = (
+                CheckedSources([sources[row].ids for row in rows]),
+                [prompts[row].prefix for row in rows],
+            )
+            jobs.append(Job(task_of(self.spec, checked, own, prefixes=prefixes, text_of=self._text_of), rows))
+        return jobs
 
     def _decoding(
         self,
@@ -312,9 +308,12 @@ class Model(ClosedOnExit):
         options: DecodeOptions,
         deadline: float | None = None,
     ) -> Decoding:
-        text_of = None if self._tokenizer is None else self._tokenizer.text
         checked = CheckedSources([source.ids for source in sources])
-        return Decoding(self._engine, checked, options, prefixes=prefixes, deadline=deadline, text_of=text_of)
+        return Decoding(self._engine, checked, options, prefixes=prefixes, deadline=deadline, text_of=self._text_of)
+
+    @property
+    def _text_of(self) -> TextOf | None:
+        return None if self._tokenizer is None else self._tokenizer.text
 
     def _completed(
         self, result: Hypothesis, source: ReadSource, options: DecodeOptions, prefix: PrefixIds

@@ -25,10 +25,10 @@ split_option = click.option(
 )
 batch_tokens_option = click.option(
     "--batch-tokens",
-    default=8192,
-    show_default=True,
+    default=None,
     type=click.IntRange(1),
-    help="Positions to decode together: targets times the lengths of source and target. Changes no result.",
+    help="Most positions to decode together: targets times the lengths of source and target (default: 8192, or four "
+    "times as many for hundreds of sources). Changes no result.",
 )
 
 

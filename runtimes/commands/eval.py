@@ -116,7 +116,7 @@ def eval(  # noqa: A001 - the name of the command
     truncate: bool,
     source_language: str | None,
     target_language: str | None,
-    batch_tokens: int,
+    batch_tokens: int | None,
     output: Path | None,
     as_json: bool,
     **arguments: Any,

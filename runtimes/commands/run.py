@@ -89,7 +89,7 @@ def run(
     source_language: str | None,
     target_language: str | None,
     batch_size: int,
-    batch_tokens: int,
+    batch_tokens: int | None,
     stream: bool,
     scores: bool,
     alignments: bool,

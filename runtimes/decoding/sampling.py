@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,27 +18,26 @@ class Sampler:
     At least ``fewest`` tokens of a row can always be drawn.
     """
 
-    def __init__(self, options: DecodeOptions, sources: Sequence[NDArray[np.generic]], fewest: int = 1) -> None:
+    def __init__(self, options: DecodeOptions, fewest: int = 1) -> None:
         self.options, self.fewest = options, fewest
         names = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
         self._narrows = any(getattr(options, name) != SAMPLING[name] for name in names)
-        self.generators = [
-            np.random.default_rng([options.seed, index, *_digest(source)])
-            for source in sources
-            # The beams of a source are drawn together.
-            for index in range(options.num_return_sequences if options.num_beams == 1 else 1)
-        ]
         # Reused at every step: a step allocates nothing that grows with the vocabulary.
         self._shifted = np.empty(0, np.float32)
         self._weights, self._sorted, self._sums = (np.empty(0) for _ in range(3))
         self._left_out = np.empty(0, bool)
 
-    def column(self, scores: Floats, row: int) -> int:
+    def generators(self, source: NDArray[np.generic], count: int = 1) -> list[np.random.Generator]:
+        """Return new generators for the rows of a source; the beams of a source are drawn together, by one."""
+        digest = _digest(source)
+        return [np.random.default_rng([self.options.seed, index, *digest]) for index in range(count)]
+
+    def column(self, scores: Floats, generator: np.random.Generator) -> int:
         """Return a column of scores [n], drawn by the generator of a row."""
         weights = self.weights(scores)
         sums = np.cumsum(weights, out=self._sums)
         # Below the whole sum, so that the result is always a column with a weight.
-        drawn = min(self.generators[row].random() * sums[-1], np.nextafter(sums[-1], 0))
+        drawn = min(generator.random() * sums[-1], np.nextafter(sums[-1], 0))
         return int(np.searchsorted(sums, drawn, side="right"))
 
     def narrowed(self, scores: Floats) -> Floats:

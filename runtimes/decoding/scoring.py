@@ -6,13 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fatdeploy.errors import ConfigError, SpecMismatch
+from fatdeploy.runtimes.decoding.log_probs import LogProbs
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.decoding.processors.protocol import NEG_INF, History, Processor
-from fatdeploy.runtimes.engines.protocol import Engine, Floats, State, StepOut, Want
+from fatdeploy.runtimes.engines.protocol import Engine, Floats, Ranking, State, StepOut, Want
 
 # The largest product, in multiplications, that OpenBLAS (numpy's library) runs in one thread: 65536 * 4, its defaults.
 IN_ONE_THREAD = 2**18
-LOWEST = np.finfo(np.float32).min
 
 
 class Scorer:
@@ -20,6 +20,7 @@ class Scorer:
 
     def __init__(self, engine: Engine[State], options: DecodeOptions, processors: Sequence[Processor] = ()) -> None:
         self.spec, self.processors = engine.spec, processors
+        self.topk_pays = not isinstance(engine, Ranking) or engine.topk_pays
         self._listed: NDArray[np.int64] | None = None
         self._matrix: Floats | None = None  # [n, M]
         self._bias: Floats | None = None  # [n]
@@ -27,6 +28,8 @@ class Scorer:
             self._listed = np.unique([*options.shortlist, *options.end_ids(engine.spec)]).astype(np.int64)
             self._matrix = engine.output_rows(self._listed)
             self._bias = engine.output_bias(self._listed)
+        self.log_softmax = engine.log_softmax if isinstance(engine, Ranking) and not engine.topk_pays else None
+        self._log_probs = LogProbs(self.log_softmax)
         self._scratch: dict[str, Floats] = {}
 
     @property
@@ -47,36 +50,35 @@ class Scorer:
             raise SpecMismatch("the engine returned no logits although they were wanted")
         return out.logits[:, -1] if self._listed is None else out.logits[:, -1, self._listed]
 
-    def log_probs(self, scores: Floats) -> Floats:
-        """Return log-probabilities of scores, in an array that is valid until the next call.
+    @property
+    def relative(self) -> bool:
+        """Whether processors see differences of scores alone."""
+        return all(processor.relative for processor in self.processors)
 
-        Where every token is forbidden, all of them are -inf.
-        """
-        result = self._buffer("log_probs", scores.shape)
-        np.subtract(scores, _largest(scores), out=result)
-        np.subtract(result, self._log_sums(result), out=result)
-        return result
+    def normalize(self, scores: Floats) -> None:
+        """Turn scores into log-probabilities, in place."""
+        self._log_probs.normalize(scores)
 
     def log_probs_of(self, scores: Floats, columns: NDArray[np.int64]) -> Floats:
         """Return the log-probability of one column of each row."""
-        shifted = self._buffer("log_probs", scores.shape)
-        np.subtract(scores, _largest(scores), out=shifted)
-        chosen: Floats = shifted[np.arange(len(scores)), columns] - self._log_sums(shifted)[:, 0]
-        return chosen
+        return self._log_probs.of_columns(scores, columns)
 
     def processed(self, scores: Floats, history: History) -> Floats:
-        """Return scores after every processor, for the rows of a step; ``scores`` stay as they are."""
+        """Return scores after every processor, for the rows of a step.
+
+        They are changed in place, the engine's own if ``scores`` are: a copy of a large vocabulary takes longer than
+        all processors. The columns of a shortlist become those of the vocabulary.
+        """
         if not self.processors:
             return scores
-        result = self._buffer("processed", (len(scores), self.spec.vocab_size))
-        if self._listed is None:
-            np.copyto(result, scores)
-        else:
-            result[...] = NEG_INF
-            result[:, self._listed] = scores
+        if self._listed is not None:
+            listed = self._buffer("processed", (len(scores), self.spec.vocab_size))
+            listed[...] = NEG_INF
+            listed[:, self._listed] = scores
+            scores = listed
         for processor in self.processors:
-            result = processor(history, result)
-        return result
+            scores = processor(history, scores)
+        return scores
 
     def _product(self, hidden: Floats, matrix: Floats) -> Floats:
         # For one row numpy's library uses another routine, which starts threads at a smaller size: two rows are faster.
@@ -87,26 +89,12 @@ class Scorer:
             np.add(result, self._bias, out=result)
         return result[: len(hidden)]
 
-    def _log_sums(self, shifted: Floats) -> Floats:
-        powers = self._buffer("powers", shifted.shape)
-        # Forbidden tokens are -inf here, and 0 after exp.
-        np.exp(shifted, out=powers)
-        # The largest power is 1, so that only the sum of forbidden tokens alone is less.
-        sums: Floats = np.log(np.maximum(powers.sum(-1, keepdims=True), 1))
-        return sums
-
     def _buffer(self, name: str, shape: tuple[int, ...]) -> Floats:
         """Return an array that is reused at every step: a step allocates nothing that grows with the vocabulary."""
         buffer = self._scratch.get(name)
         if buffer is None or buffer.shape != shape:
             buffer = self._scratch[name] = np.empty(shape, np.float32)
         return buffer
-
-
-def _largest(scores: Floats) -> Floats:
-    """Return the largest score [R, 1] of each row, a finite number even where processors forbid every token."""
-    largest: Floats = np.maximum(scores.max(-1, keepdims=True), LOWEST)
-    return largest
 
 
 def multiply(rows: Floats, matrix: Floats, out: Floats) -> None:

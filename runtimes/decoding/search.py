@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +22,14 @@ Selection = slice | NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Move:
-    """The next call: the tokens that each row reads, and which old row each continues if any row moved."""
+    """The next call: the tokens that each row reads, and which old row each continues if any row moved.
+
+    ``resting`` are new rows whose targets have just become complete and that stay for now.
+    """
 
     tokens: Tokens  # [R, t]
     parents: Rows | None = None
+    resting: Rows | None = None
 
 
 class Search(Protocol):
@@ -49,7 +53,34 @@ class Search(Protocol):
         ...
 
     def results(self) -> list[list[RawTarget]]:
-        """Return the targets of each source, best first; unfinished ones are cancelled."""
+        """Return the targets of each source, best first, in the order in which the sources began.
+
+        Unfinished ones are cancelled.
+        """
+        ...
+
+
+@runtime_checkable
+class Refillable(Search, Protocol):
+    """A search whose finished sources are replaced by others, so that rows are at different places.
+
+    It is made with the task of all sources that may come, and with those that begin. While others may come, finished
+    sources keep their rows, and ``advance`` never returns None.
+    """
+
+    def expect_no_more(self) -> None:
+        """Let finished sources leave from now on: no other will join."""
+        ...
+
+    def free_places(self) -> Rows:
+        """Return the places, among the sources of the engine, whose targets are complete."""
+        ...
+
+    def join(self, move: Move, places: Rows, sources: Sequence[int]) -> Move:
+        """Let sources of the task begin at free places; return the move with their first tokens.
+
+        A source's tokens are read one per step, from position 0 on. Rows that are still free rest.
+        """
         ...
 
 
@@ -73,10 +104,16 @@ class Task:
         """The number of tokens, including the prompt, at which each source's targets are cut."""
         return np.array([prompt.end for prompt in self.prompts])
 
-    def first_tokens(self) -> Tokens:
+    def part(self, sources: Sequence[int]) -> "Task":
+        """Return the task of some of the sources."""
+        own = [self.sources[source] for source in sources], [self.prompts[source] for source in sources]
+        return Task(self.options, self.spec, *own, self.stops.part(sources))
+
+    def first_tokens(self, sources: Sequence[int] | None = None) -> Tokens:
         """Return the first tokens to read [B, t]: as many as the shortest prompt has, one row per source."""
-        length = int(self.begins.min())
-        return np.array([prompt.tokens[:length] for prompt in self.prompts], np.int64)
+        prompts = self.prompts if sources is None else [self.prompts[source] for source in sources]
+        length = min(len(prompt.tokens) for prompt in prompts)
+        return np.array([prompt.tokens[:length] for prompt in prompts], np.int64)
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Stop sequences: token ids, or text that may begin and end inside a token."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
 
 from fatdeploy.errors import ConfigError
 from fatdeploy.runtimes.decoding.options import DecodeOptions
@@ -26,6 +27,12 @@ class Stops:
 
     def __bool__(self) -> bool:
         return bool(self.ids or self.texts)
+
+    def part(self, sources: Sequence[int]) -> "Stops":
+        """Return the same for some of the sources."""
+        stops = copy(self)
+        stops._prefix_lengths = [self._prefix_lengths[source] for source in sources]
+        return stops
 
     @property
     def reach(self) -> int | None:

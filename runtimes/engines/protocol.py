@@ -34,7 +34,10 @@ class Capacity:
 
 @dataclass(frozen=True)
 class StepOut:
-    """Result of a step on t tokens per row; arrays belong to the engine and are valid until its next step."""
+    """Result of a step on t tokens per row; arrays belong to the engine and are valid until its next step.
+
+    Whoever asked for the step may change the logits in place: no step reads those of an earlier one.
+    """
 
     hidden: Floats | None = None  # [R, t, M], what the output matrix multiplies; None if the model does not return it
     logits: Floats | None = None  # [R, t, V]
@@ -120,5 +123,32 @@ class Refilling(Engine[State], Protocol[State]):
         ``places`` are indices of sources, one per newcomer. All rows of these places are at position 0 afterwards;
         other rows stay as they are. A newcomer must not be longer than the longest source that the state was encoded
         with. The caller still owns ``newcomers`` and releases it.
+        """
+        ...
+
+    def rest(self, state: State, rows: Rows) -> None:
+        """Put rows whose targets are complete back to position 0: what they read until they leave has no meaning.
+
+        So a row that waits for a newcomer, or for others to leave with it, never grows beyond the capacity.
+        """
+        ...
+
+
+@runtime_checkable
+class Ranking(Protocol):
+    """An engine that knows whether its own top k pays; others are taken to be better at it than the loop.
+
+    If it does not pay, the loop searches the logits and lets the engine normalise them.
+    """
+
+    @property
+    def topk_pays(self) -> bool:
+        """Whether a step with ``Want.TOPK`` is faster than one with ``Want.LOGITS`` and a search in the logits."""
+        ...
+
+    def log_softmax(self, scores: Floats, out: Floats) -> None:
+        """Write the log-probabilities of contiguous scores [R, n] to an array that may be the same.
+
+        Rows are independent. A row that has no score above -inf becomes NaN.
         """
         ...

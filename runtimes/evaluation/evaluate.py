@@ -14,7 +14,7 @@ from fatdeploy.pairs import Pair, error_of_lines
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.evaluation.metrics import METRICS, Score
-from fatdeploy.runtimes.model import BATCH_TOKENS, Model
+from fatdeploy.runtimes.model import Model
 from fatdeploy.runtimes.text.languages import DEFAULT_PAIR, LanguagePair
 from fatdeploy.runtimes.text.reading import text_record
 from fatdeploy.runtimes.text.token_ids import PlainSource, ids_from_text
@@ -109,7 +109,7 @@ def decoded(
     *,
     truncate: bool = False,
     pair: LanguagePair = DEFAULT_PAIR,
-    batch_tokens: int = BATCH_TOKENS,
+    batch_tokens: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> DecodedSources:
     """Return the model's target of every source."""

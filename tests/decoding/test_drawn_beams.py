@@ -145,7 +145,7 @@ def test_at_least_one_token_more_than_there_are_ends_can_be_drawn_as_in_transfor
     config._eos_token_tensor = torch.tensor(eos_ids)
     warpers = model._get_logits_processor(config, input_ids_seq_length=1)
     options = DecodeOptions(sample=True, num_beams=3, eos_ids=eos_ids, **values)
-    sampler = Sampler(options, [np.array([5])], 1 + len(eos_ids))
+    sampler = Sampler(options, 1 + len(eos_ids))
     scores = random.normal(0, random.uniform(0.2, 4), (4, VOCABULARY)).astype(np.float32)
     scores -= np.log(np.exp(scores).sum(-1, keepdims=True))
     theirs = warpers(torch.ones(4, 1, dtype=torch.long), torch.from_numpy(scores.copy())).numpy()

@@ -206,7 +206,7 @@ def test_the_cut_offs_of_sampling_leave_what_those_of_transformers_leave(seed: i
     scores[:, random.permutation(VOCABULARY)[:10]] = -np.inf
     if options.top_p == 1:
         scores[:, :2] = scores[:, 2:4]
-    sampler = Sampler(options, [])
+    sampler = Sampler(options)
     ours = np.array([sampler.weights(row) / sampler.weights(row).sum() for row in scores])
     np.testing.assert_allclose(ours, theirs_after(options, scores), rtol=1e-6, atol=1e-12)
 
@@ -230,4 +230,4 @@ def test_the_cut_offs_of_sampling_leave_what_those_of_transformers_leave(seed: i
 )
 def test_a_cut_off_keeps_known_tokens(values: dict, kept: Ids) -> None:
     scores = np.log(np.array([4, 2, 1, 1], np.float32))
-    assert np.flatnonzero(Sampler(DecodeOptions(sample=True, **values), []).weights(scores)).tolist() == kept
+    assert np.flatnonzero(Sampler(DecodeOptions(sample=True, **values)).weights(scores)).tolist() == kept

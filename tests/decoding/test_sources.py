@@ -13,6 +13,7 @@ import fatdeploy
 from fatdeploy import ConfigError, DecodeOptions, Hypothesis, Model, SpecMismatch
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.runtimes import model
+from fatdeploy.runtimes.bulk import workers
 from fatdeploy.runtimes.decoding import loop as decode
 from fatdeploy.runtimes.decoding.sources import batches_of
 from tests.support.bundles import bundle_of, model_of
@@ -127,8 +128,8 @@ def test_progress_is_reported_after_each_batch() -> None:
 
 
 def test_hundreds_of_sources_are_more_than_one_batch() -> None:
-    sizes = batch_sizes(loaded("transformer-tiny"), drawn_sources(300))
-    assert sum(sizes) == 300
+    sizes = batch_sizes(loaded("transformer-tiny"), drawn_sources(250))
+    assert sum(sizes) == 250
     assert len(sizes) == 2
 
 
@@ -137,7 +138,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        for module in (model, decode):
+        for module in (model, decode, workers):
             monkeypatch.setattr(module, "monotonic", lambda: self.now)
 
     def passes(self, _: int) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,23 +18,33 @@ LARGEST = 1e30
 class BiasedSequences:
     """Adds to the score of a sequence's last token in rows that end with the others; -inf forbids it."""
 
+    ragged: ClassVar[bool] = True
+    relative: ClassVar[bool] = True
     biases: dict[tuple[int, ...], float]
 
     def __call__(self, history: History, scores: Floats) -> Floats:
-        tokens = history.tokens
         for sequence, bias in self.biases.items():
-            before = len(sequence) - 1
-            if before > tokens.shape[1]:
-                continue
-            begun = (tokens[:, tokens.shape[1] - before :] == np.array(sequence[:-1], np.int64)).all(1)
-            scores[begun, sequence[-1]] += np.float32(bias)
+            scores[_ending_with(history, sequence[:-1]), sequence[-1]] += np.float32(bias)
         return scores
+
+
+def _ending_with(history: History, sequence: Sequence[int]) -> slice | NDArray[np.int64]:
+    """Return the rows whose last tokens are a sequence."""
+    if not sequence:
+        return slice(None)
+    rows = np.flatnonzero(history.lengths >= len(sequence))
+    places = history.lengths[rows, None] - len(sequence) + np.arange(len(sequence))
+    same = history.tokens[rows[:, None], places] == np.array(sequence, np.int64)
+    ending: NDArray[np.int64] = rows[same.all(1)]
+    return ending
 
 
 @dataclass(frozen=True)
 class Diverse:
     """Makes tokens less likely that earlier groups of a source's beams have chosen at this step."""
 
+    ragged: ClassVar[bool] = True
+    relative: ClassVar[bool] = True
     penalty: float
 
     def __call__(self, history: History, scores: Floats) -> Floats:
@@ -48,11 +59,13 @@ class Diverse:
 class AtLeast:
     """Forbids the ends until a row has as many tokens as ``lengths`` says for its source, including the prompt."""
 
+    ragged: ClassVar[bool] = True
+    relative: ClassVar[bool] = True
     lengths: NDArray[np.int64]
     eos_ids: NDArray[np.int64]
 
     def __call__(self, history: History, scores: Floats) -> Floats:
-        short = np.flatnonzero(history.tokens.shape[1] < self.lengths[history.sources])
+        short = np.flatnonzero(history.lengths < self.lengths[history.sources])
         scores[short[:, None], self.eos_ids] = NEG_INF
         return scores
 
@@ -61,11 +74,12 @@ class AtLeast:
 class Forced:
     """Allows only one token at some lengths: per source, ``tokens`` maps the length of a row to its next token."""
 
+    ragged: ClassVar[bool] = True
+    relative: ClassVar[bool] = True
     tokens: Sequence[dict[int, int]]
 
     def __call__(self, history: History, scores: Floats) -> Floats:
-        length = history.tokens.shape[1]
-        for source, row in zip(history.sources.tolist(), scores, strict=True):
+        for source, length, row in zip(history.sources.tolist(), history.lengths.tolist(), scores, strict=True):
             token = self.tokens[source].get(length)
             if token is not None:
                 row[...] = NEG_INF
@@ -77,12 +91,14 @@ class Forced:
 class GrowingEnd:
     """Raises the scores of the ends by a factor per token, once a row has more tokens than ``lengths`` says."""
 
+    ragged: ClassVar[bool] = True
+    relative: ClassVar[bool] = False
     lengths: NDArray[np.int64]
     factor: float
     eos_ids: NDArray[np.int64]
 
     def __call__(self, history: History, scores: Floats) -> Floats:
-        excess = history.tokens.shape[1] - self.lengths[history.sources]
+        excess = history.lengths - self.lengths[history.sources]
         rows = np.flatnonzero(excess > 0)[:, None]
         if rows.size:
             with np.errstate(over="ignore"):
@@ -99,6 +115,8 @@ class GrowingEnd:
 class Suppressed:
     """Forbids tokens at every position."""
 
+    ragged: ClassVar[bool] = True
+    relative: ClassVar[bool] = True
     ids: NDArray[np.int64]
 
     def __call__(self, history: History, scores: Floats) -> Floats:  # noqa: ARG002
@@ -110,10 +128,12 @@ class Suppressed:
 class SuppressedAt:
     """Forbids tokens in rows that have as many tokens as ``lengths`` says for their source."""
 
+    ragged: ClassVar[bool] = True
+    relative: ClassVar[bool] = True
     lengths: NDArray[np.int64]
     ids: NDArray[np.int64]
 
     def __call__(self, history: History, scores: Floats) -> Floats:
-        there = np.flatnonzero(history.tokens.shape[1] == self.lengths[history.sources])
+        there = np.flatnonzero(history.lengths == self.lengths[history.sources])
         scores[there[:, None], self.ids] = NEG_INF
         return scores

@@ -1,6 +1,7 @@
 """The processors that options request, in the order of ``transformers``."""
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 
@@ -83,7 +84,10 @@ def _forced_tokens(options: DecodeOptions, prompt: Prompt) -> dict[int, int]:
 
 
 class Custom:
-    """A caller's own processor, which sees the tokens alone."""
+    """A caller's own processor, which sees the tokens alone: rows must be equally long."""
+
+    ragged: ClassVar[bool] = False
+    relative: ClassVar[bool] = False
 
     def __init__(self, processor: LogitsProcessor) -> None:
         self._processor = processor

@@ -1,6 +1,7 @@
 """Processors against repetition, of the target itself and of its source."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,6 +9,11 @@ from numpy.typing import NDArray
 from fatdeploy.runtimes.decoding.processors.protocol import NEG_INF, History
 from fatdeploy.runtimes.engines.protocol import Floats
 from fatdeploy.spec import Tokens
+
+
+def _read(history: History) -> Iterator[Tokens]:
+    """Return the tokens that each row has read."""
+    return (tokens[:length] for tokens, length in zip(history.tokens, history.lengths.tolist(), strict=True))
 
 
 class Penalty:
@@ -35,17 +41,23 @@ class Penalty:
 class RepetitionPenalty:
     """Makes earlier tokens less likely."""
 
+    ragged: ClassVar[bool] = True
+    relative: ClassVar[bool] = False
+
     def __init__(self, penalty: float) -> None:
         self._penalty = Penalty(penalty)
 
     def __call__(self, history: History, scores: Floats) -> Floats:
-        for tokens, row in zip(history.tokens, scores, strict=True):
+        for tokens, row in zip(_read(history), scores, strict=True):
             self._penalty.apply(row, tokens)
         return scores
 
 
 class SourcePenalty:
     """Makes the tokens of the source more likely, the higher the penalty: it is one for inventing tokens."""
+
+    ragged: ClassVar[bool] = True
+    relative: ClassVar[bool] = False
 
     def __init__(self, penalty: float, sources: Sequence[NDArray[np.generic]]) -> None:
         self._penalty = Penalty(1 / penalty)
@@ -83,12 +95,15 @@ class Ngrams:
 class NoRepeatedNgram:
     """Forbids every token that would repeat a sequence of n tokens."""
 
+    ragged: ClassVar[bool] = True
+    relative: ClassVar[bool] = True
+
     def __init__(self, size: int) -> None:
         self._ngrams = Ngrams(size)
 
     def __call__(self, history: History, scores: Floats) -> Floats:
         # Row by row: for a slice of several rows numpy would buffer all of it.
-        for tokens, row in zip(history.tokens, scores, strict=True):
+        for tokens, row in zip(_read(history), scores, strict=True):
             row[self._ngrams.followers(tokens, tokens)] = NEG_INF
         return scores
 
@@ -96,11 +111,14 @@ class NoRepeatedNgram:
 class NoSourceNgram:
     """Forbids every token that would repeat a sequence of n tokens of the source."""
 
+    ragged: ClassVar[bool] = True
+    relative: ClassVar[bool] = True
+
     def __init__(self, size: int, sources: Sequence[NDArray[np.generic]]) -> None:
         self._ngrams = Ngrams(size)
         self._sources = [np.asarray(source, np.int64) for source in sources]
 
     def __call__(self, history: History, scores: Floats) -> Floats:
-        for source, tokens, row in zip(history.sources.tolist(), history.tokens, scores, strict=True):
+        for source, tokens, row in zip(history.sources.tolist(), _read(history), scores, strict=True):
             row[self._ngrams.followers(self._sources[source], tokens)] = NEG_INF
         return scores

@@ -1,7 +1,8 @@
 """An engine whose logits are a function of the source and the tokens so far: every number is known, all rows differ."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from threading import Lock
 
 import numpy as np
 
@@ -35,6 +36,14 @@ class Row:
     read: tuple[int, ...] = ()
 
 
+class TableState(list[Row]):
+    """The rows of a decode, equally many per source."""
+
+    def __init__(self, rows: Iterable[Row], capacity: Capacity, width: int) -> None:
+        super().__init__(rows)
+        self.capacity, self.width, self.per_source = capacity, width, 1
+
+
 class TableEngine:
     """Computes each row's logits by a function; the hidden state equals them, the output matrix is the identity."""
 
@@ -42,20 +51,22 @@ class TableEngine:
         self.spec = spec
         self.logits_of = logits_of
         self.calls: list[tuple[tuple[int, ...], Want]] = []
+        self._lock = Lock()
         self.n_states = 0
 
-    def encode(self, source: Tokens, mask: Mask, capacity: Capacity) -> list[Row]:
+    def encode(self, source: Tokens, mask: Mask, capacity: Capacity) -> TableState:
         self.spec.check_source(source, mask)
         self.capacity = capacity
-        self.n_states += 1
-        self.per_source, self.width = 1, source.shape[1]
-        return [Row(tuple(row[real].tolist())) for row, real in zip(source, mask, strict=True)]
+        with self._lock:
+            self.n_states += 1
+        rows = (Row(tuple(row[real].tolist())) for row, real in zip(source, mask, strict=True))
+        return TableState(rows, capacity, source.shape[1])
 
-    def step(self, tokens: Tokens, state: list[Row], want: Want) -> StepOut:
+    def step(self, tokens: Tokens, state: TableState, want: Want) -> StepOut:
         assert len(tokens) == len(state)
         self.calls.append((tokens.shape, want))
-        position = len(state[0].read)
-        self.spec.check_tokens(tokens, position, self.capacity.target_positions)
+        position = max(len(row.read) for row in state)
+        self.spec.check_tokens(tokens, position, state.capacity.target_positions)
         logits = np.empty((*tokens.shape, self.spec.vocab_size), np.float32)
         for index, row in enumerate(state):
             for place, token in enumerate(tokens[index].tolist()):
@@ -71,9 +82,9 @@ class TableEngine:
         best = np.take_along_axis(log_probs, order, -1)
         return StepOut(top_log_probs=best, top_ids=order, attention=attention)
 
-    def reorder(self, state: list[Row], rows: Rows) -> None:
-        _, self.per_source = sources_of_rows(rows, self.per_source)
-        assert self.per_source <= self.capacity.rows_per_source
+    def reorder(self, state: TableState, rows: Rows) -> None:
+        _, state.per_source = sources_of_rows(rows, state.per_source)
+        assert state.per_source <= state.capacity.rows_per_source
         state[:] = [Row(state[row].source, state[row].read) for row in rows]
 
     def output_rows(self, ids: Sequence[int]) -> Floats:
@@ -82,17 +93,38 @@ class TableEngine:
     def output_bias(self, ids: Sequence[int]) -> None:
         return None
 
-    def length_log_probs(self, state: list[Row]) -> Floats:
+    def length_log_probs(self, state: TableState) -> Floats:
         raise NotImplementedError
 
-    def release(self, state: list[Row]) -> None:
-        self.n_states -= 1
+    def release(self, state: TableState) -> None:
+        with self._lock:
+            self.n_states -= 1
 
     def close(self) -> None: ...
 
-    def _attention(self, state: list[Row], steps: int) -> Floats:
+    def _attention(self, state: TableState, steps: int) -> Floats:
         """Return weights that identify their row and step: the last token read, at source position 0."""
-        weights = np.zeros((len(state), 2, steps, self.width), np.float32)
+        weights = np.zeros((len(state), 2, steps, state.width), np.float32)
         for index, row in enumerate(state):
             weights[index, 0, :, 0] = 2 * row.read[-1]
         return weights
+
+
+class RefilledEngine(TableEngine):
+    """The same engine with rows at positions of their own; ``joined`` counts the sources that took another's place."""
+
+    refills = True
+    joined = 0
+
+    def refill(self, state: TableState, places: Rows, newcomers: TableState) -> None:
+        assert newcomers.width <= state.width
+        assert newcomers.capacity.rows_per_source == state.capacity.rows_per_source == state.per_source
+        with self._lock:
+            self.joined += len(newcomers)
+        for place, row in zip(places.tolist(), newcomers, strict=True):
+            for index in range(state.per_source):
+                state[place * state.per_source + index] = Row(row.source)
+
+    def rest(self, state: TableState, rows: Rows) -> None:
+        for row in rows.tolist():
+            state[row] = Row(state[row].source)

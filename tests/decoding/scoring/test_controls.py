@@ -11,7 +11,7 @@ from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.decoding.processors.biases import BiasedSequences, GrowingEnd
 from fatdeploy.runtimes.decoding.processors.chain import processors_of
-from fatdeploy.runtimes.decoding.processors.protocol import History, Processor
+from fatdeploy.runtimes.decoding.processors.protocol import Processor, rectangular
 from fatdeploy.runtimes.decoding.processors.repetition import NoSourceNgram, SourcePenalty
 from fatdeploy.runtimes.decoding.prompts import prompts_of
 from fatdeploy.runtimes.decoding.search import Task
@@ -30,7 +30,7 @@ def scripted(*tokens: int) -> TableEngine:
 
 
 def processed(processor: Processor, tokens: list[list[int]], scores: list[list[float]], sources: list[int]) -> Floats:
-    history = History(np.array(tokens), np.array(sources))
+    history = rectangular(np.array(tokens), np.array(sources))
     return processor(history, np.array(scores, np.float32))
 
 

@@ -1,0 +1,1 @@
+"""Many sources: workers share a queue and an engine, and batches are as large as pays on this machine."""

@@ -1,0 +1,1 @@
+"""Rows that do not depend on each other: greedy targets, samples, and targets of parallel models."""
