@@ -36,7 +36,11 @@ DATA = Path(__file__).parents[1] / "data" / "bundles"
 FORMATS = sorted(path.name for path in DATA.iterdir())
 SOURCE = [5, 6, 7, 8, 9, 10, 11]
 OLD_TOKENS = (10, 53, 57, 37, 37, 42, 49, 49)  # the reference's, whatever the format
-TOKENS = {**dict.fromkeys(FORMATS, OLD_TOKENS), "1.4": (12, 12, 21, 12, 12, 12, 21, 21)}
+TOKENS = {
+    **dict.fromkeys(FORMATS, OLD_TOKENS),
+    "1.4": (12, 12, 21, 12, 12, 12, 21, 21),
+    "1.5": (19, 5, 21, 26, 47, 26, 47, 24),
+}
 
 MACHINE = Machine("made up", None, "x86_64", ("avx2",), 4, None, "Linux 6.1", "3.11.7")
 HALF = HalfParity(4, 13, 832, 830, 830 / 832, None, 0.01, 12.0, 0.02, 1)
@@ -114,6 +118,12 @@ def test_a_bundle_of_an_imported_model_keeps_its_settings_and_its_text() -> None
         (17, 17, 17, 12, 17, 29, 17, 17, 7, 21),
     ]
     assert translated.text == "eight rain bird salt six sand salt bird salt bird"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_have_one_position_unless_the_bundle_says_otherwise(name: str) -> None:
+    spec = read_bundle(DATA / name).spec
+    assert (spec.row_positions, spec.position.shape) == ((True, ("rows",)) if name == "1.5" else (False, ()))
 
 
 def test_the_output_bias_of_a_bundle_is_read() -> None:

@@ -54,6 +54,7 @@ def opened_sessions(ort: Any, bundle: Bundle, options: OrtOptions) -> Sessions:
     """Open both graphs; refuse a provider that is not available and a graph that does not fit the contract."""
     _check_available(ort, options)
     _check_bfloat16(bundle, options)
+    _check_row_positions(bundle, options)
     encoder, decoder = (_bundle_session(ort, bundle, name, options) for name in (ENCODER, DECODER))
     spec, branches = bundle.spec, bundle.manifest.branches
     fixed = spec.fixed_axes(branches=branches)
@@ -103,6 +104,16 @@ def _check_bfloat16(bundle: Bundle, options: OrtOptions) -> None:
     if importlib.util.find_spec("ml_dtypes") is None:
         raise BackendUnavailable("arrays of bfloat16 need ml_dtypes, not installed here: pip install ml_dtypes")
     importlib.import_module("ml_dtypes")  # the import registers the name bfloat16 with numpy
+
+
+def _check_row_positions(bundle: Bundle, options: OrtOptions) -> None:
+    """Raise, with what to type, for attention with a position per row where it has no kernel."""
+    attends = any(tensor.kind == "cache" for tensor in bundle.spec.state)
+    if bundle.spec.row_positions and attends and list(options.providers) != ["cpu"]:
+        raise BackendUnavailable(
+            f"{bundle.path} was exported for the CPU: its attention with a position per row has kernels for float32 "
+            "nowhere else. For a GPU export it again: fatdeploy export SOURCE --out DIR --target ort-cuda"
+        )
 
 
 def _bundle_session(ort: Any, bundle: Bundle, name: str, options: OrtOptions) -> Any:

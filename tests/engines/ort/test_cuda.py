@@ -3,6 +3,7 @@
 import json
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,8 @@ from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.doctor.cuda_driver import cuda_here
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
-from fatdeploy.runtimes.engines.ort.options import OrtOptions
-from fatdeploy.runtimes.engines.ort.sessions import _provider_options
+from fatdeploy.runtimes.engines.ort.options import PROVIDERS, OrtOptions
+from fatdeploy.runtimes.engines.ort.sessions import _provider_options, opened_sessions
 from fatdeploy.runtimes.engines.protocol import Capacity, Want
 from fatdeploy.runtimes.model import load
 from fatdeploy.runtimes.proof.fidelity import token_fidelity
@@ -173,6 +174,15 @@ def test_a_bundle_for_cuda_runs_there_or_says_why_not_and_on_the_cpu_if_asked() 
     )
     assert ran.exit_code == 0, ran.output
     assert len(ran.stdout.split()) == 4
+
+
+def test_a_bundle_for_the_cpu_whose_attention_runs_nowhere_else_says_what_to_export() -> None:
+    everywhere = SimpleNamespace(get_available_providers=lambda: list(PROVIDERS.values()))
+    with pytest.raises(
+        BackendUnavailable, match=r"was exported for the CPU: .* fatdeploy export .* --target ort-cuda$"
+    ):
+        opened_sessions(everywhere, bundle_of(TINY), OrtOptions(providers=("cuda", "cpu")))
+    assert not half().spec.row_positions
 
 
 def test_fp32_on_cuda_is_not_rounded_to_tf32() -> None:

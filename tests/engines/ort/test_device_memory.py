@@ -9,6 +9,7 @@ import pytest
 
 from fatdeploy.errors import BackendUnavailable, SpecMismatch
 from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.doctor.cuda_driver import cuda_here
@@ -18,7 +19,7 @@ from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.engines.ort.row_graphs import ROWS, gathered_name, row_graph, shape_name, zero_graph
 from fatdeploy.runtimes.engines.protocol import Capacity, Want
 from fatdeploy.spec import TensorSpec
-from tests.support.bundles import bundle_of, model_of
+from tests.support.bundles import bundle_of, model_of, shared_bundle
 from tests.support.devices.counting import CountingDevice, on_device, seen
 from tests.support.engines.equalities import BEAMS, SAMPLES, assert_alike, sources_of, tokens_of
 
@@ -87,7 +88,7 @@ def test_a_step_copies_tokens_and_position_in_and_requested_outputs_out(
         out = engine.step(np.array([[9], [4]]), state, want)
     spec = engine.spec
     assert device.copies - before == {spec.tokens.name: 10, spec.position.name: 10}
-    assert device.bytes_in - bytes_in == 10 * (2 * 8 + 8)
+    assert device.bytes_in - bytes_in == 10 * (2 * 8 + 2 * 8)  # one position per row
     assert device.allocated == allocated
     assert [name for name, array in vars(out).items() if array is not None] == [*names]
     assert sum(array.nbytes for array in device.results) == n_bytes
@@ -194,6 +195,10 @@ def test_a_missing_device_and_one_without_memory_raise_our_errors() -> None:
 @pytest.mark.skipif(not cuda_here().devices, reason="there is no CUDA device here")
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_search_on_a_gpu_returns_the_references_tokens(preset: str) -> None:
-    engine, sources = OrtEngine(bundle_of(preset), OrtOptions(providers=("cuda",))), sources_of(preset)
+    bundle = shared_bundle(
+        f"{preset}-ort-cuda",
+        lambda folder: write_bundle(model_of(preset), folder, origin=Origin(name=preset), target="ort-cuda"),
+    )
+    engine, sources = OrtEngine(bundle, OrtOptions(providers=("cuda",))), sources_of(preset)
     for options in (GREEDY, BEAMS):
         assert_alike(decode(engine, sources, options), decode(EagerEngine(model_of(preset)), sources, options))

@@ -43,10 +43,9 @@ def test_only_attention_reads_and_writes_the_caches(tmp_path: Path) -> None:
     sizes: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for op in recorded_ops(tmp_path):
         sizes[op["op_name"]].append((largest(op, "input"), largest(op, "output")))
-    attention = sizes.pop("MultiHeadAttention")
     # Two layers attend to themselves, with caches in and out, and two to the source.
-    assert len(attention) == 4 * STEPS
-    assert attention.count((CACHE, CACHE)) == 2 * STEPS
+    assert sizes.pop("GroupQueryAttention") == [(CACHE, CACHE)] * 2 * STEPS
+    assert len(sizes["MultiHeadAttention"]) == 2 * STEPS
     # The largest value that any other op reads is the position table.
     assert max(max(pair) for shapes in sizes.values() for pair in shapes) == 256 * 32 < CACHE
 
@@ -64,7 +63,8 @@ def test_a_profile_lists_ops_and_nodes_per_step() -> None:
     profile = json.loads(run.stdout)
     assert (profile["steps"], profile["batch"], profile["bundle"]) == (6, 1, bundle_of("transformer-tiny").digest)
     calls = {op["op"]: op["calls"] for op in profile["ops"]}
-    assert (calls["MultiHeadAttention"], calls["LayerNormalization"], calls["FusedMatMul"]) == (4, 6, 1)
+    assert (calls["GroupQueryAttention"], calls["MultiHeadAttention"]) == (2, 2)
+    assert (calls["LayerNormalization"], calls["FusedMatMul"]) == (6, 1)
     assert sum(node["calls"] for node in profile["nodes"]) == sum(calls.values())
     assert any(node["name"].startswith("decoder.layers.0.attention") for node in profile["nodes"])
 

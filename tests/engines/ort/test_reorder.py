@@ -145,6 +145,21 @@ def test_only_written_positions_of_rows_that_move_are_touched(rows: list[int], c
         assert (array != old).reshape(6, -1).any(axis=1).sum() == copied
 
 
+@pytest.mark.parametrize("rows", [[0, 1, 0, 3], [1, 2, 3, 0], [3, 3, 1, 1], [2, 3]], ids=str)
+def test_each_row_is_copied_up_to_the_position_it_has_reached(rows: list[int]) -> None:
+    specs = (*cache_specs(0, 2, 3), *recurrent_specs(0, 2, 4, 3))
+    draw = np.random.default_rng(3)
+    arrays = [draw.standard_normal(tensor.sized({"rows": 6, "capacity": 7})) for tensor in specs]
+    before, positions = [array.copy() for array in arrays], np.array([5, 0, 7, 2, 9, 9])
+    move_rows(specs, arrays, np.array(rows), positions)
+    for spec, array, old in zip(specs, arrays, before, strict=True):
+        expected = old.copy()
+        for new, parent in enumerate(rows):
+            part = (slice(None), slice(positions[parent])) if spec.kind == "cache" else ()
+            expected[new][part] = old[parent][part]
+        np.testing.assert_array_equal(array, expected)
+
+
 def test_zeroing_does_not_touch_unused_rows() -> None:
     specs = (*cache_specs(0, 2, 3), *recurrent_specs(0, 2, 4, 3))
     arrays = [np.ones(tensor.sized({"rows": 4, "capacity": 7})) for tensor in specs]

@@ -78,7 +78,7 @@ def test_a_silent_fall_back_to_the_cpu_is_noticed_and_refused(
         BackendUnavailable,
         match=r"does not run encoder\.onnx on \['cuda'.*\['CPUExecutionProvider'\].*fatdeploy doctor",
     ):
-        OrtEngine(bundle_of(TINY), OrtOptions(providers=providers))
+        OrtEngine(bundle_of("fast-tiny"), OrtOptions(providers=providers))
 
 
 @pytest.mark.parametrize("kind", [ValueError, RuntimeError, onnxruntime.capi.onnxruntime_pybind11_state.EPFail])
@@ -92,7 +92,7 @@ def test_a_provider_that_cannot_start_is_not_the_bundles_fault(
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: claimed)
     monkeypatch.setattr(onnxruntime.InferenceSession, "_create_inference_session", failing)
     with pytest.raises(BackendUnavailable, match=r"as requested: no driver\. See what is missing: fatdeploy doctor"):
-        OrtEngine(bundle_of(TINY), OrtOptions(providers=("cuda",)))
+        OrtEngine(bundle_of("fast-tiny"), OrtOptions(providers=("cuda",)))
     assert capsys.readouterr().out == ""
 
 

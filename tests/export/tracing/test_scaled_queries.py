@@ -48,7 +48,7 @@ def test_no_attention_of_a_graph_has_a_factor() -> None:
         scales = [
             attribute.f
             for node in nodes
-            if node.op_type == "MultiHeadAttention"
+            if node.op_type in ("GroupQueryAttention", "MultiHeadAttention")
             for attribute in node.attribute
             if attribute.name == "scale"
         ]
