@@ -13,7 +13,7 @@ GPU_ARGS ?=
 
 WHEEL_VENV := .venv-wheel
 
-.PHONY: demo test test-slow test-real real-models lint types pytest format bench readme test-gpu check-tag dist wheel-test clean
+.PHONY: demo test test-slow test-real test-avx2 real-models lint types pytest format bench readme test-gpu check-tag dist wheel-test clean
 
 demo: $(VENV)/.export
 	$(BIN)/fatdeploy demo --bundle build/g2p.bundle $(addprefix --translate ,$(wildcard build/real/opus-mt-zh-en))
@@ -47,6 +47,12 @@ real-models: $(VENV)/.dev
 test-real: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/pytest -m real
 
+# The bundled model on a CPU with AVX2 and no VNNI, emulated by qemu-x86_64 (apt-get install qemu-user): minutes.
+test-avx2: $(VENV)/.dev
+	$(BIN)/fatdeploy export g2p --precision int8 --out build/g2p.int8 --force
+	$(BIN)/fatdeploy export g2p --precision int4 --out build/g2p.int4 --force
+	$(BIN)/python -m benchmarks.emulated.run build/g2p.int8 build/g2p.int4 $(AVX2_BUNDLES)
+
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -64,6 +70,8 @@ bench: $(VENV)/.dev
 ifneq ($(wildcard build/real/opus-mt-zh-en),)
 	$(BIN)/python -m benchmarks.real.run
 	$(BIN)/python -m benchmarks.real.run --part export --out benchmarks/results/real_export.json
+	$(BIN)/python -m benchmarks.real.integers.run
+	$(BIN)/python -m benchmarks.real.integers.agreement
 endif
 	$(BIN)/python -m benchmarks.readme.run
 

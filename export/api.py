@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fatdeploy.bundle import Bundle
     from fatdeploy.export.models.exportable import Choices
     from fatdeploy.export.pipeline import Finish
-    from fatdeploy.export.quantize.quantizer import QuantizeRequest
+    from fatdeploy.export.quantize.request import QuantizeRequest
     from fatdeploy.runtimes.engines.trt.build.build import BuildRequest
     from fatdeploy.spec import ModelSpec
 

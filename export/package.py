@@ -23,8 +23,8 @@ from fatdeploy.export.graph_files import (
     tensor_data,
     write_structure,
 )
-from fatdeploy.export.quantize.integers import WeightBits, best_blocks, columns_from_matrix
-from fatdeploy.export.quantize.recipe import BESIDE_INTEGERS, MatrixPrecision
+from fatdeploy.export.quantize.integers import Columns, WeightBits
+from fatdeploy.export.quantize.recipe import BESIDE_INTEGERS, MatrixRecipe
 from fatdeploy.export.tracing.trace import INNER
 from fatdeploy.manifest import DECODER, WEIGHTS, OutputMatrix, WeightGroup
 
@@ -75,24 +75,24 @@ def _parameters_of(tensor: onnx.TensorProto) -> int:
     return int(math.prod(tensor.dims)) * PARAMETERS.get(tensor.data_type, 0)
 
 
-def placed_integers(
-    matrix: NDArray[np.float32], precision: MatrixPrecision, bits: WeightBits, folder: Path
-) -> OutputMatrix:
+def placed_integers(matrix: NDArray[np.float32], recipe: MatrixRecipe, bits: WeightBits, folder: Path) -> OutputMatrix:
     """Return where the weights file has the output matrix [V, M] as integers; what no graph has is appended."""
-    if precision == "fp32":
+    if recipe.form == "fp32":
         return placed_output_matrix(matrix, folder)
-    if precision == "int8":
-        columns = columns_from_matrix(np.ascontiguousarray(matrix.T), bits)
-        rows = np.ascontiguousarray(columns.values.T)
-        return OutputMatrix(_placed(rows, folder), "int8", transposed=False, scales=_placed(columns.scales, folder))
-    blocks = best_blocks(np.ascontiguousarray(matrix.T))
+    stored = recipe.integers(np.ascontiguousarray(matrix.T), bits)
+    smoothing = None if recipe.smoothing is None else _placed(recipe.smoothing, folder)
+    scales = _placed(stored.scales, folder)
+    if isinstance(stored, Columns):
+        rows = _placed(np.ascontiguousarray(stored.values.T), folder)
+        return OutputMatrix(rows, "int8", transposed=False, scales=scales, smoothing=smoothing)
     return OutputMatrix(
-        _placed(blocks.values, folder),
-        "int4",
+        _placed(stored.values, folder),
+        "int4" if stored.bits == 4 else "int8",
         transposed=False,
-        scales=_placed(blocks.scales, folder),
-        zeros=None if blocks.zeros is None else _placed(blocks.zeros, folder),
-        block_size=blocks.size,
+        scales=scales,
+        zeros=None if stored.zeros is None else _placed(stored.zeros, folder),
+        block_size=stored.size,
+        smoothing=smoothing,
     )
 
 

@@ -30,7 +30,8 @@ from fatdeploy.export.proof.draw_probes import drawn_probes
 from fatdeploy.export.proof.original import original_record
 from fatdeploy.export.quantize.examples import Example, examples_from_file, random_examples
 from fatdeploy.export.quantize.gate import RANDOM_STEPS, metric_of
-from fatdeploy.export.quantize.quantizer import Quantizer, QuantizeRequest, Trial, check_request
+from fatdeploy.export.quantize.quantizer import Quantizer
+from fatdeploy.export.quantize.request import QuantizeRequest, Trial, check_request
 from fatdeploy.export.reference.checkpoint import stored_tensors
 from fatdeploy.export.reference.seams import Seams
 from fatdeploy.export.text_files import TextFiles, fitting_tokenizer

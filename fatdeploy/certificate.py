@@ -124,12 +124,28 @@ class MetricChange:
         return f"{self.name} {self.quantized:.2f} (reference {self.reference:.2f})"
 
 
+@dataclass(frozen=True)
+class MatrixPlan:
+    """How the exporter stored a matrix, and why.
+
+    ``error`` is what that form was expected to cost, as divergence of the next token's distribution, ``cost`` what it
+    was measured to take: microseconds per step, or bytes if ``in_bytes``.
+    """
+
+    name: str
+    kind: str
+    error: float
+    cost: float
+    in_bytes: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class GateResult:
     """What the gate measured for a quantized bundle, and the bar that it had to reach if ``enforced``.
 
     Errors of logits are relative to the reference's margin between its two best tokens. ``kept`` names the matrices
-    that stayed in a higher precision to pass.
+    that stayed in a higher precision to pass. ``by_metric`` says that lost points of the metric decided: ``bar`` is
+    then what a device must keep. ``rows`` is how many rows a step of the ``plan`` has.
     """
 
     agreement: TokenAgreement
@@ -141,6 +157,9 @@ class GateResult:
     enforced: bool
     kept: tuple[str, ...]
     row_difference: float
+    by_metric: bool = False
+    rows: int = 1
+    plan: tuple[MatrixPlan, ...] = ()
 
     def line(self, precision: str) -> str:
         """Return how close a quantized bundle is to the reference, in one line."""

@@ -51,9 +51,10 @@ class WeightGroup:
 class OutputMatrix:
     """Where in the weights the matrix [V, M] is that turns a hidden state into logits; ``transposed`` means [M, V].
 
-    Integers have float32 scales at their own offset: one per row of V, or for ``int4`` one per ``block_size`` numbers
-    of a row. ``zeros`` belong to asymmetric blocks, two per byte. ``bias`` is the offset of float32 numbers [V] that
-    are added to the product, if any.
+    Integers have float32 scales at their own offset: one per row of V, or one per ``block_size`` numbers of a row;
+    ``int4`` always has blocks. ``zeros`` belong to asymmetric blocks of ``int4``, two per byte. ``bias`` is the offset
+    of float32 numbers [V] that are added to the product, if any. The columns of integers are multiplied with the
+    float32 numbers [M] at ``smoothing``, if any, which a reader divides by.
     """
 
     offset: int
@@ -63,25 +64,30 @@ class OutputMatrix:
     zeros: int | None = None
     block_size: int | None = None
     bias: int | None = None
+    smoothing: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("offset", "scales", "zeros", "bias"):
+        for name in ("offset", "scales", "zeros", "bias", "smoothing"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} must be 0 or more, found {value}")
         if (self.scales is None) == self.dtype.startswith("int"):
             raise ValueError(f"only integers have scales, found {self.dtype} and scales at {self.scales}")
-        if (self.block_size is None) != (self.dtype != "int4") or (self.block_size or 2) < 2:
-            raise ValueError(f"only int4 has blocks, of 2 or more, found {self.dtype} with {self.block_size}")
+        blocks = {"int4": (False,), "int8": (False, True)}.get(self.dtype, (True,))
+        if (self.block_size is None) not in blocks or (self.block_size or 2) < 2:
+            found = f"{self.dtype} with {self.block_size}"
+            raise ValueError(f"int4 has blocks of 2 or more, int8 may have them, floats have none: found {found}")
+        if self.smoothing is not None and self.scales is None:
+            raise ValueError(f"only integers are smoothed, found {self.dtype}")
 
 
 @dataclass(frozen=True)
 class Quantization:
     """How the matrices of a bundle became integers.
 
-    ``matrices`` has the kind of each: ``int8 static``, ``int8 by row``, ``int8 weights`` (activations stay floats),
-    ``int4``, ``fp32``. ``weight_bits`` is how many bits of 8-bit weights are used: 7 cannot saturate on any CPU.
-    ``enforced`` says whether a bar had to be met.
+    ``matrices`` has the kind of each: ``int8 static``, ``int8 by row``, ``int8 blocks``, ``int8 weights`` (activations
+    stay floats), ``int4``, ``fp32``; ``smoothed`` after it means factors per channel. ``weight_bits`` is how many bits
+    of 8-bit weights are used: 7 cannot saturate on any CPU. ``enforced`` says whether a bar had to be met.
     """
 
     cpu: CpuClass

@@ -8,7 +8,7 @@ from textwrap import wrap
 from typing import Any
 
 from fatdeploy.bundle import Bundle, read_bundle
-from fatdeploy.certificate import Certificate, CpuCheck, HalfParity, read_certificate
+from fatdeploy.certificate import Certificate, CpuCheck, GateResult, HalfParity, read_certificate
 from fatdeploy.manifest import DECODER, EMBEDDING, ENCODER, PARITY, GenerationRecord, Manifest, Quantization
 from fatdeploy.records import json_from_record, shown
 from fatdeploy.spec import ModelSpec, TensorSpec
@@ -76,6 +76,8 @@ class Inspection:
         for name, graph in self.graphs.items():
             yield from [name, *aligned(_tensor_rows(graph), indent=2), *_op_lines(graph.ops), ""]
         yield from ["Weights", *aligned(_weight_rows(self.bundle), indent=2), ""]
+        if self.certificate is not None and self.certificate.gate is not None and self.certificate.gate.plan:
+            yield from ["Plan", *aligned(_plan_rows(self.certificate.gate), indent=2), ""]
         yield from ["Origin", *aligned(_origin_rows(self), indent=2)]
 
 
@@ -166,6 +168,20 @@ def _weight_rows(bundle: Bundle) -> Iterator[tuple[str, ...]]:
         yield name or "(none)", str(group.tensors), f"{group.parameters:,}", f"{group.bytes / 1e6:.2f}"
 
 
+def _plan_rows(gate: GateResult) -> Iterator[tuple[str, ...]]:
+    """Yield how the exporter stored each matrix, the error that it expected of that and the cost that it measured."""
+    in_bytes = any(matrix.in_bytes for matrix in gate.plan)
+    rows = "1 row" if gate.rows == 1 else f"{gate.rows} rows"
+    yield "matrix", "form", "error", "bytes" if in_bytes else f"µs per step of {rows}"
+    for matrix in gate.plan:
+        yield (
+            matrix.name,
+            matrix.kind,
+            f"{matrix.error:.1e}",
+            f"{matrix.cost:,.0f}" if in_bytes else f"{matrix.cost:.1f}",
+        )
+
+
 def _origin_rows(inspection: Inspection) -> Iterator[tuple[str, ...]]:
     manifest, certificate = inspection.bundle.manifest, inspection.certificate
     yield "source", manifest.source.name
@@ -186,7 +202,9 @@ def _verified(certificate: Certificate) -> str:
     gate = certificate.gate
     if gate is None:
         return exact
-    bar = f"the bar was {gate.bar:.2%}" if gate.enforced else "random weights: no bar"
+    bar = "random weights: no bar"
+    if gate.enforced:
+        bar = f"the bar was {gate.points} points" if gate.by_metric else f"the bar was {gate.bar:.2%}"
     counts = f"{gate.agreement.share:.2%} of {gate.agreement.tokens} tokens"
     return f"{certificate.precision}: {counts} ({bar}); before, in fp32: {exact}"
 

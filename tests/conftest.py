@@ -1,14 +1,16 @@
-"""Settings for all tests: a search that is the same on every run, and a folder for bundles that all processes share."""
+"""Settings for all tests: the same search and costs on every run, and a folder for bundles that all processes share."""
 
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from fatdeploy.measured import VARIABLE as CACHE
 from tests.support.bundles import SHARED
+from tests.support.costs import steady_cost
 
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ci")
@@ -26,3 +28,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove the shared folder when the last test is over."""
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ.pop(SHARED), ignore_errors=True)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _steady_costs() -> Iterator[None]:
+    """Plan with costs that do not depend on a clock; tests/export/quantize/test_costs.py measures real ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fatdeploy.export.quantize.planning.form_search.cost_of", steady_cost)
+        yield

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.readme.engine_tables import beam_rows_lines, beams_table, engines_table, quantized_table, speed_table
+from benchmarks.readme.integer_tables import agreement_table, integer_fidelity_table, integer_speed_table
 from benchmarks.readme.other_tables import export_lines, g2p_lines, load_lines, loop_table, reference_table
 from benchmarks.readme.phrases import ENGINES, STEP
 from benchmarks.readme.pictures import architecture_picture, speed_picture
@@ -24,6 +25,7 @@ PAGES: dict[str, dict[str, dict[str, Table]]] = {
     "docs/benchmarks.md": {
         "quantized": {"quantized.json": quantized_table},
         "real": {"real_models.json": real_speed_table, "real_export.json": real_export_lines},
+        "real-quantized": {"real_quantized.json": integer_speed_table},
         "greedy": {"engines_greedy.json": engines_table},
         "beams": {"engines_beam.json": beams_table, "beam_rows.json": beam_rows_lines},
         "loop": {"loop_overhead.json": loop_table},
@@ -31,6 +33,10 @@ PAGES: dict[str, dict[str, dict[str, Table]]] = {
         "g2p": {"g2p.json": g2p_lines},
         "export": {"export_time.json": export_lines},
         "reference": {"reference_greedy.json": reference_table},
+    },
+    "docs/quantize.md": {
+        "real-fidelity": {"real_quantized.json": integer_fidelity_table},
+        "agreement": {"real_agreement.json": agreement_table},
     },
 }
 

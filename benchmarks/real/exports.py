@@ -7,11 +7,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.harness.provenance import ROOT, code_digest
 from benchmarks.real.folders.packages import sha256_of
 from benchmarks.real.sources import EVERY, MODEL, REAL, all_sentences
+from fatdeploy.targets import CpuClass
 
 CALIBRATION, PROBES = 100, 200  # sentences
 # What a result keeps of a certificate; the rest names folders of the machine.
@@ -21,40 +22,56 @@ OFFSETS = {"calibration": 1, "probes": 2}
 
 
 @dataclass(frozen=True)
-class ExportTurn:
-    """An export with a clock."""
+class Recipe:
+    """How the real model is exported; what is None stays the command's default."""
 
     precision: str
+    purpose: Literal["latency", "throughput"] | None = None
+    bar: float | None = None  # the share of tokens that the gate asks for, and that the plan must reach
+    cpu: CpuClass | None = None
+
+    @property
+    def name(self) -> str:
+        """Return a name for folders."""
+        bar = None if self.bar is None else f"{self.bar:g}"
+        return ".".join(str(part) for part in (self.precision, self.purpose, bar, self.cpu) if part is not None)
+
+    def arguments(self) -> list[str]:
+        """Return the options of the command line."""
+        options = {"--precision": self.precision, "--for": self.purpose, "--min-agreement": self.bar, "--cpu": self.cpu}
+        return [word for name, value in options.items() if value is not None for word in (name, str(value))]
 
 
-def kept_bundle(precision: str, real: Path = REAL) -> Path:
+FP32 = Recipe("fp32")
+
+
+def kept_bundle(recipe: Recipe, real: Path = REAL) -> Path:
     """Return the bundle of the real model, which is exported unless this code has exported these weights."""
     made_of = f"{sha256_of(real / MODEL / 'model.safetensors')[:12]}-{code_digest('fatdeploy', 'export')}"
-    folder = real / "bundles" / f"{MODEL}-{made_of}.{precision}.bundle"
+    folder = real / "bundles" / f"{MODEL}-{made_of}.{recipe.name}.bundle"
     if not folder.exists():
-        for old in folder.parent.glob(f"{MODEL}-*.{precision}.bundle"):
+        for old in folder.parent.glob(f"{MODEL}-{'?' * len(made_of)}.{recipe.name}.bundle"):
             shutil.rmtree(old)
-        export_real(precision, folder, real)
+        export_real(recipe, folder, real)
     return folder.resolve()
 
 
-def export_real(precision: str, out: Path, real: Path = REAL) -> dict[str, Any]:
+def export_real(recipe: Recipe, out: Path, real: Path = REAL) -> dict[str, Any]:
     """Export the real model and return the seconds, from the start of the command to its end, and what was proved.
 
-    Integers are calibrated on some sentences and compared on others; the bar is left out, so that the time is that of
-    a complete export whatever they agree on.
+    Integers are calibrated on some sentences and compared on others.
     """
-    command = [sys.executable, "-m", "fatdeploy", "export", real / MODEL, "--precision", precision, "--out", out]
-    if precision != "fp32":
+    command = [sys.executable, "-m", "fatdeploy", "export", real / MODEL, *recipe.arguments(), "--out", out]
+    if recipe.precision != FP32.precision:
         files = write_samples(real)
-        command += ["--calibration", files["calibration"], "--probes", files["probes"], "--min-agreement", "0"]
+        command += ["--calibration", files["calibration"], "--probes", files["probes"]]
     started = time.perf_counter()
     run = subprocess.run([*command, "--json"], stdout=subprocess.PIPE, text=True, cwd=ROOT, check=False)
     seconds = time.perf_counter() - started
     if run.returncode:
-        raise SystemExit(f"the export in {precision} failed with exit code {run.returncode}")
+        raise SystemExit(f"the export of {recipe.name} failed with exit code {run.returncode}")
     certificate = json.loads(run.stdout)
-    return {"precision": precision, "seconds": seconds, **{name: certificate.get(name) for name in PROVED}}
+    return {"precision": recipe.precision, "seconds": seconds, **{name: certificate.get(name) for name in PROVED}}
 
 
 def write_samples(real: Path) -> dict[str, Path]:

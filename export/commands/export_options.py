@@ -1,16 +1,19 @@
 """The options of ``fatdeploy export`` as arguments of ``export_model``; every conflict is reported at once."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any, cast, get_args
 
 from fatdeploy.errors import ConfigError, in_one_line
 from fatdeploy.export.models.exportable import Choices
 from fatdeploy.export.quantize.gate import Bar
-from fatdeploy.export.quantize.quantizer import QuantizeRequest
 from fatdeploy.export.quantize.recipe import MatrixPrecision
+from fatdeploy.export.quantize.request import QuantizeRequest
 from fatdeploy.runtimes.commands.build import build_request, refuse_engine_options
 from fatdeploy.runtimes.engines.trt.build.build import BuildRequest
 from fatdeploy.targets import TARGETS, FloatPrecision, Target, either, engine_targets
+
+log = logging.getLogger("fatdeploy")
 
 
 def choices_of(chosen: Mapping[str, Any]) -> Choices:
@@ -27,8 +30,10 @@ def precision_of(chosen: Mapping[str, Any]) -> FloatPrecision | QuantizeRequest:
             "--calibration": chosen["calibration"] is not None and chosen["tokenizer"] != "convert",
             "--probes": chosen["probes"] is not None,
             "--recover": chosen["recover"],
+            "--for": chosen["purpose"] != QuantizeRequest.purpose,
+            "--rows": chosen["rows"] is not None,
             "--cpu": chosen["cpu"] != "any",
-            "--min-agreement": chosen["min_agreement"] != Bar().agreement,
+            "--min-agreement": chosen["min_agreement"] is not None,
             "--max-loss": chosen["max_loss"] != Bar().points,
             "--metric": chosen["metric"] is not None,
             "--activations": chosen["activations"] != QuantizeRequest.activations,
@@ -39,8 +44,12 @@ def precision_of(chosen: Mapping[str, Any]) -> FloatPrecision | QuantizeRequest:
             subject = f"nothing is quantized in {chosen['precision']} (use --precision int8 or int4)"
             raise ConfigError(in_one_line(subject, reasons))
         return cast("FloatPrecision", chosen["precision"])
+    if chosen["recover"]:
+        log.warning("--recover has no effect any more, a plan always keeps what the gate needs: leave it out")
     return QuantizeRequest(
         precision=chosen["precision"],
+        purpose=chosen["purpose"],
+        rows=chosen["rows"],
         activations=chosen["activations"],
         ranges=chosen["ranges"],
         cpu=chosen["cpu"],

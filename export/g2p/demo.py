@@ -18,7 +18,7 @@ from fatdeploy.export.g2p import LICENCE, NAME
 from fatdeploy.export.models.exportable import Choices, exportable_model
 from fatdeploy.export.models.loading import bundled_model
 from fatdeploy.export.pipeline import weights_hash, write_bundle
-from fatdeploy.export.quantize.quantizer import Integers, QuantizeRequest
+from fatdeploy.export.quantize.request import Integers, QuantizeRequest
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine

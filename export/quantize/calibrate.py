@@ -102,7 +102,7 @@ def _calls(
         source, mask = padded([row.source for row in batch], spec)
         inputs = _named(spec.encoder_inputs(), [source, mask])
         memory = encoder.outputs(inputs, [tensor.name for tensor in spec.encoder_outputs()])
-        tokens = _decoder_tokens(batch, spec)
+        tokens = decoder_tokens(batch, spec)
         sizes = {"rows": len(batch), "capacity": tokens.shape[1], **spec.fixed_axes(branches=branches)}
         position = np.zeros(spec.position.sized(sizes), np.int64)
         feeds = {**inputs, **memory, **_named((spec.tokens, spec.position), [tokens, position])}
@@ -114,7 +114,7 @@ def _calls(
         }
 
 
-def _decoder_tokens(batch: Sequence[CalibrationRow], spec: ModelSpec) -> Tokens:
+def decoder_tokens(batch: Sequence[CalibrationRow], spec: ModelSpec) -> Tokens:
     """Return what the decoder reads, for targets of one length: BOS and the target, or BOS at every position."""
     targets = np.stack([row.target for row in batch])
     if spec.decoding == "parallel":

@@ -14,7 +14,7 @@ from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.decoding.sources import padded
 from fatdeploy.runtimes.engines.protocol import Engine, Floats
 from fatdeploy.runtimes.evaluation.metrics import METRICS, OF_TEXT, need_sacrebleu
-from fatdeploy.runtimes.proof.gate import BATCH, Material, material_logits, token_agreement
+from fatdeploy.runtimes.proof.gate import BATCH, Material, forced_fidelity, material_logits, token_agreement
 from fatdeploy.runtimes.proof.lockstep import margins_of
 from fatdeploy.runtimes.text.tokenizer import PackageTokenizer, Tokenizer
 from fatdeploy.spec import ModelSpec
@@ -23,11 +23,18 @@ from fatdeploy.spec import ModelSpec
 RANDOM_STEPS = 64
 
 
+# Steps whose logits are kept and compared: those of all would be gigabytes for a large vocabulary.
+MOST_COMPARED = 512
+
+
 @dataclass(frozen=True)
 class Bar:
-    """What a quantized bundle must reach: a share of the reference's tokens, and a limit on lost metric points."""
+    """What a quantized bundle must reach: a share of the reference's tokens, or a limit on lost metric points.
 
-    agreement: float = 0.99
+    Without an ``agreement`` the metric decides where there is one, and otherwise the default of the precision.
+    """
+
+    agreement: float | None = None
     points: float = 0.3
 
 
@@ -40,9 +47,11 @@ class Judgement:
     median_error: float
     steps_in_danger: float  # share with an error above half the margin, so that the token might change
 
-    def passes(self, bar: Bar) -> bool:
-        """Whether the bar is reached."""
-        return self.agreement.share >= bar.agreement and (self.metric is None or self.metric.lost <= bar.points)
+    def passes(self, bar: Bar, least_agreement: float) -> bool:
+        """Whether the bar is reached; ``least_agreement`` is the bar's, or the default where it has none."""
+        if self.metric is None:
+            return self.agreement.share >= least_agreement
+        return self.metric.lost <= bar.points and self.agreement.share >= (bar.agreement or 0.0)
 
     def line(self) -> str:
         """Return the result in one line."""
@@ -95,15 +104,16 @@ class Gate:
     ) -> None:
         self._examples, self._tokenizer, self._metric, self._most = examples, tokenizer, metric, most_steps
         self.material = material_of(reference, [example.source for example in examples], most_steps)
+        self._compared = self._first(MOST_COMPARED)
         # Only of steps that count: one long target would make its whole batch as long.
-        self._logits = [material_logits(reference, batch)[batch.counts] for batch in self.material.batches()]
+        self._logits = [material_logits(reference, batch)[batch.counts] for batch in self._compared.batches()]
 
     def judged(self, engine: Engine[Any]) -> Judgement:
         """Return how close an engine comes to the reference."""
         ratios = np.concatenate(
             [
                 np.abs(material_logits(engine, batch)[batch.counts] - logits).max(-1) / _margins(logits)
-                for batch, logits in zip(self.material.batches(), self._logits, strict=True)
+                for batch, logits in zip(self._compared.batches(), self._logits, strict=True)
             ]
         )
         return Judgement(
@@ -113,14 +123,14 @@ class Gate:
             steps_in_danger=float((ratios > 0.5).mean()),
         )
 
-    def error_of(self, engine: Engine[Any]) -> float:
-        """Return the mean squared error of logits, as a share of the reference's own mean square."""
-        lost = power = 0.0
-        for batch, logits in zip(self.material.batches(), self._logits, strict=True):
-            results = material_logits(engine, batch)[batch.counts]
-            lost += float(np.square(results - logits, dtype=np.float64).sum())
-            power += float(np.square(logits, dtype=np.float64).sum())
-        return lost / power
+    def forced_share(self, engine: Engine[Any]) -> float:
+        """Return the share of tokens that an engine chooses like the reference, each after the reference's own."""
+        return forced_fidelity(engine, self.material).share
+
+    def _first(self, most_steps: int) -> Material:
+        """Return the first sources with so many steps in all, and at least one."""
+        count = int((np.cumsum(self.material.lengths) <= most_steps).sum())
+        return self.material.rows(slice(0, max(1, count)))
 
     def _metric_change(self, engine: Engine[Any]) -> MetricChange | None:
         if self._metric is None:
@@ -170,12 +180,3 @@ def _options(spec: ModelSpec, most_steps: int | None) -> DecodeOptions:
 def _margins(logits: Floats) -> Floats:
     margins: Floats = np.maximum(margins_of(logits), np.finfo(np.float32).tiny)
     return margins
-
-
-def fewest_kept(names: Sequence[str], passes: Callable[[int], bool]) -> int:
-    """Return how many of the first names must be kept for a test to pass; with one fewer it fails."""
-    low, high = 0, len(names)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if passes(middle) else (middle + 1, high)
-    return low

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
 WeightBits = Literal[7, 8]
+BlockBits = Literal[4, 8]
 
 # Activations are unsigned bytes: the kernels that multiply them with signed weights are the fastest on every CPU.
 LEVELS = 255
@@ -19,6 +20,8 @@ MOST_TRIED = 2**18
 # Larger blocks are at most a tenth faster, but their kernel sums a row of a batch in another order than the row alone.
 # The difference is 2e-6, and rounding the next activations turns it into 4e-2 (x86 with AVX-512, onnxruntime 1.31).
 BLOCK_SIZES = (16, 32)
+# Factors of channels outside of these limits gain nothing, and products of tiny and huge numbers lose bits.
+SMOOTHING_LIMITS = (1e-3, 1e3)
 # For 4-bit blocks: a costlier form is chosen only if its squared error is below this share of the cheaper form's. Zero
 # points cost next to nothing. Blocks of 16 instead of 32 take two fifths more time per step (batch 1 of
 # transformer-base) and a fifth more bytes, and lose about a quarter less wherever no single weight stands out.
@@ -37,6 +40,11 @@ class Columns:
         matrix: Floats = self.values.astype(np.float32) * self.scales
         return matrix
 
+    @property
+    def nbytes(self) -> int:
+        """Their size when they are stored."""
+        return self.values.nbytes + self.scales.nbytes
+
 
 def columns_from_matrix(matrix: Floats, bits: WeightBits) -> Columns:
     """Return a matrix [K, N] as integers, symmetric around zero, with each column's largest at the end of the range.
@@ -53,38 +61,72 @@ def columns_from_matrix(matrix: Floats, bits: WeightBits) -> Columns:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A matrix [K, N] as 4-bit integers: blocks of one column share a scale, and a zero if they are not symmetric."""
+    """A matrix [K, N] as integers of 4 or 8 bits whose blocks of one column share a scale.
 
-    values: NDArray[np.uint8]  # [N, K / block, block / 2], two per byte, the first in the low half
+    Blocks that are not symmetric also share a zero; 8-bit blocks are always symmetric.
+    """
+
+    values: NDArray[np.uint8]  # [N, K / block, block]; of 4 bits two per byte, the first in the low half
     scales: Floats  # [N, K / block]
-    zeros: NDArray[np.uint8] | None  # [N, ceil(K / block / 2)], two per byte; None means 8
+    zeros: NDArray[np.uint8] | None  # [N, ceil(K / block / 2)], two per byte; None means the middle
     size: int
     n_rows: int  # K before padding to whole blocks
+    bits: BlockBits = 4
 
     def restored(self) -> Floats:
         """Return the matrix that the integers stand for."""
-        whole = _unpacked(self.values)  # [N, blocks, size]
-        zeros = 8 if self.zeros is None else _unpacked(self.zeros)[:, : self.scales.shape[1], None]
+        whole = _unpacked(self.values) if self.bits == 4 else self.values  # [N, blocks, size]
+        zeros: Any = 2 ** (self.bits - 1)
+        if self.zeros is not None:
+            zeros = _unpacked(self.zeros)[:, : self.scales.shape[1], None]
         matrix = (whole.astype(np.float32) - zeros) * self.scales[..., None]
         return np.ascontiguousarray(matrix.reshape(len(matrix), -1)[:, : self.n_rows].T)
 
+    @property
+    def nbytes(self) -> int:
+        """Their size when they are stored."""
+        return self.values.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+
 
 def blocks_from_matrix(matrix: Floats, size: int, *, symmetric: bool) -> Blocks:
-    """Return a matrix [K, N] in blocks of ``size`` rows; missing rows of the last block are zeros."""
-    n_rows, n_columns = matrix.shape
-    filled = np.pad(matrix, ((0, -n_rows % size), (0, 0)))
-    blocks = filled.T.reshape(n_columns, -1, size)
-    scales: Floats
-    zeros: Any = 8
+    """Return a matrix [K, N] in 4-bit blocks of ``size`` rows; missing rows of the last block are zeros."""
+    blocks = in_blocks(matrix, size)
+    scales, zeros = block_scales(blocks, symmetric=symmetric)
+    values: NDArray[np.uint8] = np.clip(np.rint(blocks / scales[..., None]) + zeros[..., None], 0, 15).astype(np.uint8)
+    return packed_blocks(values, scales, None if symmetric else zeros, len(matrix))
+
+
+def in_blocks(matrix: Floats, size: int) -> Floats:
+    """Return a matrix [K, N] as [N, K / size, size], filled with zeros."""
+    blocks: Floats = np.pad(matrix, ((0, -len(matrix) % size), (0, 0))).T.reshape(matrix.shape[1], -1, size)
+    return blocks
+
+
+def block_scales(blocks: Floats, *, symmetric: bool) -> tuple[Floats, NDArray[np.uint8]]:
+    """Return the scale and the zero of every block [..., size] of 4-bit numbers."""
     if symmetric:
         scales = _signed_largest(blocks) / np.float32(-8)  # the larger side has one more level
+        zeros = np.full(scales.shape, 8, np.uint8)
     else:
         low, high = np.minimum(blocks.min(-1), 0), np.maximum(blocks.max(-1), 0)
         scales = (high - low) / np.float32(15)
-        zeros = np.rint(-low / np.where(scales == 0, 1, scales)).astype(np.uint8)[..., None]
-    scales = np.where(np.abs(scales) < np.finfo(np.float32).tiny, np.float32(1), scales)
-    values: NDArray[np.uint8] = np.clip(np.rint(blocks / scales[..., None]) + zeros, 0, 15).astype(np.uint8)
-    return Blocks(_packed(values), scales, None if symmetric else _packed(zeros[..., 0]), size, n_rows)
+        zeros = np.rint(-low / np.where(scales == 0, 1, scales)).astype(np.uint8)
+    return np.where(np.abs(scales) < np.finfo(np.float32).tiny, np.float32(1), scales), zeros
+
+
+def packed_blocks(values: NDArray[np.uint8], scales: Floats, zeros: NDArray[np.uint8] | None, n_rows: int) -> Blocks:
+    """Return 4-bit numbers [N, blocks, size] as they are stored; without zeros they are symmetric."""
+    return Blocks(_packed(values), scales, None if zeros is None else _packed(zeros), values.shape[-1], n_rows)
+
+
+def wide_blocks(matrix: Floats) -> Blocks:
+    """Return a matrix [K, N] in symmetric 8-bit blocks."""
+    size = min(size for size in BLOCK_SIZES if size >= min(len(matrix), max(BLOCK_SIZES)))
+    blocks = in_blocks(matrix, size)
+    scales = np.abs(blocks).max(-1) / np.float32(127)
+    scales = np.where(scales < np.finfo(np.float32).tiny, np.float32(1), scales)
+    values: NDArray[np.uint8] = (np.clip(np.rint(blocks / scales[..., None]), -127, 127) + 128).astype(np.uint8)
+    return Blocks(values, scales, None, size, len(matrix), bits=8)
 
 
 def best_blocks(matrix: Floats) -> Blocks:
@@ -169,9 +211,30 @@ def best_range(values: Floats) -> tuple[ValueRange, float]:
     return range_from_ends(best[0] * ends[0], best[1] * ends[1]), least / power if power else 0.0
 
 
-def row_noise(rows: Floats) -> float:
-    """Return the noise of one scale per row [n, K], as a share of the rows' power."""
-    scales = np.maximum(np.abs(rows).max(-1, keepdims=True), np.finfo(np.float32).tiny) / 127
-    lost = np.square(np.rint(rows / scales) * scales - rows, dtype=np.float64).sum()
-    power = np.square(rows, dtype=np.float64).sum()
-    return float(lost / power) if power else 0.0
+def restored_rows(rows: Floats) -> Floats:
+    """Return activations [..., K] after a round trip through signed bytes with one scale per row."""
+    scales = np.maximum(np.abs(rows).max(-1, keepdims=True), np.finfo(np.float32).tiny * 127) / np.float32(127)
+    restored: Floats = np.rint(rows / scales) * scales
+    return restored
+
+
+def restored_row_blocks(rows: Floats, size: int) -> Floats:
+    """Return activations [n, K] after a round trip through signed bytes with one scale per block of a row."""
+    n_rows, width = rows.shape
+    blocks = np.pad(rows, ((0, 0), (0, -width % size))).reshape(n_rows, -1, size)
+    return np.ascontiguousarray(restored_rows(blocks).reshape(n_rows, -1)[:, :width])
+
+
+def smoothing_factors(largest: Floats, matrix: Floats, alpha: float) -> Floats:
+    """Return the factor [K] that each channel of activations is divided by and its row of the matrix multiplied with.
+
+    ``largest`` are the largest magnitudes of the channels. A large ``alpha`` moves more of them into the weights.
+    """
+    weights = np.abs(matrix).max(1)
+    usable = (largest > np.finfo(np.float32).tiny) & (weights > np.finfo(np.float32).tiny)
+    factors = np.ones(len(matrix))
+    factors[usable] = largest[usable].astype(np.float64) ** alpha / weights[usable].astype(np.float64) ** (1 - alpha)
+    if usable.any():
+        factors[usable] /= np.median(factors[usable])
+    limited: Floats = np.clip(factors, *SMOOTHING_LIMITS).astype(np.float32)
+    return limited

@@ -5,39 +5,107 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import onnx
 
 from fatdeploy.errors import ExportFailed
 from fatdeploy.export.graph_files import graphs_of, hold, move_weights_out, tensor_data, write_structure
-from fatdeploy.export.quantize.integers import ValueRange, WeightBits
+from fatdeploy.export.quantize.integers import (
+    Blocks,
+    Columns,
+    Floats,
+    ValueRange,
+    WeightBits,
+    best_blocks,
+    columns_from_matrix,
+    wide_blocks,
+)
 from fatdeploy.export.quantize.matrices import Product, products_of
+from fatdeploy.manifest import WEIGHTS_ALONE
 
 MatrixPrecision = Literal["fp32", "int8", "int4"]
+# How a matrix is multiplied: as floats; as bytes with a calibrated range of activations, or with a scale per row of
+# them; in blocks of 8 or 4 bits, with a scale per block of activations; or as bytes that floats are multiplied with.
+Form = Literal["fp32", "static", "row", "blocks8", "blocks4", "weights"]
+PRECISION_OF: dict[Form, MatrixPrecision] = {
+    "fp32": "fp32",
+    "static": "int8",
+    "row": "int8",
+    "blocks8": "int8",
+    "blocks4": "int4",
+    "weights": "int8",
+}
+# What manifests call the forms.
+KINDS: dict[Form, str] = {
+    "fp32": "fp32",
+    "static": "int8 static",
+    "row": "int8 by row",
+    "blocks8": "int8 blocks",
+    "blocks4": "int4",
+    "weights": WEIGHTS_ALONE,
+}
+SMOOTHED = "smoothed"
 # Name endings of constants that belong to integers and are not weights themselves.
-BESIDE_INTEGERS = ("/scales", "/row_scales", "/zeros")
+BESIDE_INTEGERS = ("/scales", "/row_scales", "/zeros", "/smoothing", "/unsmoothed", "/corrected")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MatrixRecipe:
     """How one matrix is stored, and how its activations become integers.
 
-    ``activations`` is the range that calibration chose; None gives every row its own scale at every step.
+    ``activations`` is the range that calibration chose for ``static``. Activations are divided by ``smoothing`` [K],
+    and the rows of the matrix are multiplied with it. ``correction`` [N] is added to the bias. ``stored`` are integers
+    that were rounded with care; None rounds each number to the nearest.
     """
 
-    precision: MatrixPrecision
+    form: Form
     activations: ValueRange | None = None
+    smoothing: Floats | None = None
+    correction: Floats | None = None
+    stored: Columns | Blocks | None = None
+
+    @property
+    def precision(self) -> MatrixPrecision:
+        """The precision that the form belongs to."""
+        return PRECISION_OF[self.form]
+
+    @property
+    def kind(self) -> str:
+        """What manifests call it."""
+        return KINDS[self.form] if self.smoothing is None else f"{KINDS[self.form]} {SMOOTHED}"
+
+    def integers(self, matrix: Floats, bits: WeightBits) -> Columns | Blocks:
+        """Return a matrix [K, N] as this recipe stores it."""
+        if self.stored is not None:
+            return self.stored
+        return stored_matrix(smoothed_matrix(matrix, self.smoothing), self.form, bits)
+
+
+def smoothed_matrix(matrix: Floats, smoothing: Floats | None) -> Floats:
+    """Return a matrix [K, N] with its rows multiplied."""
+    return np.ascontiguousarray(matrix if smoothing is None else matrix * smoothing[:, None])
+
+
+def stored_matrix(matrix: Floats, form: Form, bits: WeightBits) -> Columns | Blocks:
+    """Return a matrix [K, N] as integers, each number rounded to the nearest."""
+    if form == "blocks4":
+        return best_blocks(matrix)
+    return wide_blocks(matrix) if form == "blocks8" else columns_from_matrix(matrix, bits)
+
+
+FLOATS = MatrixRecipe("fp32")
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How every matrix of a graph is stored, by name; matrices without an entry stay as they are.
 
-    ``embedding`` is for tables of ``table_sizes`` rows that are only looked up in, never multiplied.
+    ``embedding`` is for tables of ``table_sizes`` rows that this graph only looks up in.
     """
 
     matrices: Mapping[str, MatrixRecipe]
     table_sizes: frozenset[int]
-    embedding: MatrixPrecision = "fp32"
+    embedding: MatrixRecipe = FLOATS
     bits: WeightBits = 7
 
 

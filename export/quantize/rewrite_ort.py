@@ -1,6 +1,7 @@
 """Integer matrices in ops of onnxruntime: a simplified graph and a recipe in, a quantized graph out."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,8 @@ from onnx import helper
 
 from fatdeploy.errors import ExportFailed
 from fatdeploy.export.graph_files import graphs_of, read_structure
-from fatdeploy.export.quantize.integers import (
-    Blocks,
-    Columns,
-    Floats,
-    ValueRange,
-    best_blocks,
-    columns_from_matrix,
-)
+from fatdeploy.export.quantize.integers import Blocks, Columns, Floats, ValueRange
+from fatdeploy.export.quantize.lookups import CONTRIB, row_nodes, rows_constant
 from fatdeploy.export.quantize.matrices import (
     Product,
     Scope,
@@ -28,7 +23,6 @@ from fatdeploy.export.quantize.matrices import (
     tensor_from_array,
 )
 from fatdeploy.export.quantize.recipe import (
-    MatrixPrecision,
     MatrixRecipe,
     Recipe,
     drop_unread_constants,
@@ -37,9 +31,9 @@ from fatdeploy.export.quantize.recipe import (
     written_with_weights,
 )
 
-CONTRIB = "com.microsoft"
-# int8 activations times 4-bit weights, summed in int32. Any other level restores the float weights in every call.
+# int8 activations times the weights of blocks, summed in int32. Any other level restores float weights in every call.
 ACCURACY_LEVEL = 4
+NORMS = ("LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization")
 
 
 def quantized(graph: Path, result: Path, recipe: Recipe) -> Path:
@@ -48,7 +42,7 @@ def quantized(graph: Path, result: Path, recipe: Recipe) -> Path:
     products = products_by_name(model, graph, recipe)
     rewrite = _OrtRewrite(recipe, graph.parent)
     for name, matrix in recipe.matrices.items():
-        if matrix.precision != "fp32":
+        if matrix.form != "fp32":
             rewrite.replace(products[name], matrix)
     rewrite.finish(model)
     return written_with_weights(model, graph, result)
@@ -61,6 +55,7 @@ class _OrtRewrite:
     recipe: Recipe
     folder: Path
     stored: dict[str, Columns | Blocks] = field(default_factory=dict)  # by the constant's name
+    recipes: dict[str, MatrixRecipe] = field(default_factory=dict)  # of stored matrices, by the constant's name
     # The integers of activations that have some already.
     bytes_of: dict[tuple[int, str, ValueRange], str] = field(default_factory=dict)
     turned: dict[str, onnx.NodeProto] = field(default_factory=dict)  # transposes of tied matrices, by their rows' name
@@ -69,14 +64,12 @@ class _OrtRewrite:
         """Replace a product, the bias added to it and the ReLU before it by integer ops."""
         graph = product.scope.graph
         bias, last = self._bias(product)
+        if recipe.correction is not None:
+            bias = self._corrected(product, bias, recipe.correction)
         place = list(graph.node).index(last)
         before = len(graph.node)
-        if recipe.precision == "int4":
-            nodes = self._in_blocks(product, bias, last.output[0])
-        elif recipe.activations is None:
-            nodes = self._by_row(product, bias, last.output[0])
-        else:
-            nodes = self._in_range(product, recipe.activations, bias, last.output[0])
+        smoothing = self._smoothed(product, recipe)
+        nodes = [*smoothing, *self._product_nodes(product, recipe, bias, last.output[0])]
         for offset, node in enumerate(nodes):
             node.name = f"{product.node.name.partition('/')[0]}/{node.output[0]}"
             graph.node.insert(place + 1 + offset, node)
@@ -91,10 +84,10 @@ class _OrtRewrite:
             for node in lookups_of(scope, self.recipe.table_sizes):
                 table = scope.constant(node.input[0])
                 assert table is not None  # noqa: S101 - lookups have one
-                if table.name not in self.stored and self.recipe.embedding != "fp32":
+                if table.name not in self.stored and self.recipe.embedding.form != "fp32":
                     self._store(table.name, constant_array(table, self.folder).T, self.recipe.embedding)
                 if table.name in self.stored:
-                    self._look_up(scope, node, table.name, self.stored[table.name])
+                    self._look_up(scope, node, table.name)
         for node in self.turned.values():
             model.graph.node.insert(0, node)
         _drop_unread_nodes(model.graph)
@@ -103,6 +96,55 @@ class _OrtRewrite:
             model.opset_import.append(helper.make_opsetid(CONTRIB, 1))
 
     # -- the forms of a product ----------------------------------------------------------------------------------------
+
+    def _product_nodes(self, product: Product, recipe: MatrixRecipe, bias: str, output: str) -> list[onnx.NodeProto]:
+        stored = self._stored(product, recipe)
+        if isinstance(stored, Blocks):
+            return self._in_blocks(product, stored, bias, output)
+        if recipe.form == "row":
+            return self._by_row(product, bias, output)
+        if recipe.activations is None:
+            raise ExportFailed(f"{product.name}: a static form needs the range of its activations")
+        return self._in_range(product, recipe.activations, bias, output)
+
+    def _smoothed(self, product: Product, recipe: MatrixRecipe) -> list[onnx.NodeProto]:
+        """Let a product read its activation divided by the channels' factors; return the node that does it, if any.
+
+        Where a norm makes the activation for this product alone, its gain and bias carry the factors: no op is needed.
+        """
+        if recipe.smoothing is None:
+            return []
+        factors = (1 / recipe.smoothing).astype(np.float32)
+        if self._folded(product, factors):
+            return []
+        constant = self._constant(product.scope, f"{product.name}/smoothing", factors)
+        output = f"{product.name}/smoothed"
+        node = helper.make_node("Mul", [product.activation, constant], [output])
+        product.node.input[0] = output
+        return [node]
+
+    def _folded(self, product: Product, factors: Floats) -> bool:
+        """Multiply the gain and bias of the norm before a product; False if something else reads the norm."""
+        graph, x = product.scope.graph, product.activation
+        norm = next((node for node in graph.node if x in node.output), None)
+        if norm is None or norm.op_type not in NORMS or x != norm.output[0]:
+            return False
+        parts = list(graphs_of(graph))
+        n_readers = sum(list(node.input).count(x) for part in parts for node in part.node)
+        constants = [product.scope.constant(name) for name in norm.input[1:]]
+        if n_readers > 1 or x in {output.name for part in parts for output in part.output} or None in constants:
+            return False
+        for place, constant in enumerate(constants, 1):
+            assert constant is not None  # noqa: S101 - checked above
+            scaled = constant_array(constant, self.folder) * factors
+            norm.input[place] = self._constant(product.scope, f"{product.name}/norm/{place}", scaled)
+        return True
+
+    def _corrected(self, product: Product, bias: str, correction: Floats) -> str:
+        """Return the name of a bias with what the integers lose on average added to it."""
+        constant = product.scope.constant(bias) if bias else None
+        known = np.zeros(product.shape[1], np.float32) if constant is None else constant_array(constant, self.folder)
+        return self._constant(product.scope, f"{product.name}/corrected", (known + correction).astype(np.float32))
 
     def _in_range(self, product: Product, chosen: ValueRange, bias: str, output: str) -> list[onnx.NodeProto]:
         """Two ops: activations become integers in the calibrated range, and the product scales and adds the bias."""
@@ -148,11 +190,8 @@ class _OrtRewrite:
         ]
         return nodes + ([helper.make_node("Add", [scaled, bias], [output])] if bias else [])
 
-    def _in_blocks(self, product: Product, bias: str, output: str) -> list[onnx.NodeProto]:
-        """4-bit weights; the kernel quantizes each row on its own."""
-        stored = self._stored(product, "int4")
-        if not isinstance(stored, Blocks):
-            raise ExportFailed(f"{product.name}: another product reads the same matrix in another precision")
+    def _in_blocks(self, product: Product, stored: Blocks, bias: str, output: str) -> list[onnx.NodeProto]:
+        """Weights in blocks; the kernel quantizes each block of a row on its own."""
         name, scope = product.weight.name, product.scope
         inputs = [product.activation, self._constant(scope, f"{name}/blocks", stored.values)]
         inputs.append(self._constant(scope, f"{name}/scales", stored.scales))
@@ -165,7 +204,7 @@ class _OrtRewrite:
                 domain=CONTRIB,
                 K=product.shape[0],
                 N=product.shape[1],
-                bits=4,
+                bits=stored.bits,
                 block_size=stored.size,
                 accuracy_level=ACCURACY_LEVEL,
             )
@@ -173,38 +212,36 @@ class _OrtRewrite:
 
     # -- constants -----------------------------------------------------------------------------------------------------
 
-    def _stored(self, product: Product, precision: MatrixPrecision) -> Columns | Blocks:
+    def _stored(self, product: Product, recipe: MatrixRecipe) -> Columns | Blocks:
         name = product.weight.name
         if name not in self.stored:
-            self._store(name, matrix_of(product, self.folder), precision)
-        return self.stored[name]
+            self._store(name, matrix_of(product, self.folder), recipe)
+        stored = self.stored[name]
+        if isinstance(stored, Blocks) != recipe.form.startswith("blocks"):
+            raise ExportFailed(f"{product.name}: another product reads the same matrix in another form")
+        return stored
 
-    def _store(self, name: str, matrix: Floats, precision: MatrixPrecision) -> None:
+    def _store(self, name: str, matrix: Floats, recipe: MatrixRecipe) -> None:
         if not np.isfinite(matrix).all():
             raise ExportFailed(f"{name} has weights that are not finite")
-        matrix = np.ascontiguousarray(matrix)
-        self.stored[name] = (
-            best_blocks(matrix) if precision == "int4" else columns_from_matrix(matrix, self.recipe.bits)
-        )
+        self.stored[name] = recipe.integers(np.ascontiguousarray(matrix), self.recipe.bits)
+        self.recipes[name] = recipe
 
     def _columns(self, product: Product) -> tuple[str, str]:
         """Return the names of a matrix [K, N] of bytes and of its scales."""
-        stored, name, scope = self._stored(product, "int8"), product.weight.name, product.scope
-        if not isinstance(stored, Columns):
-            raise ExportFailed(f"{product.name}: another product reads the same matrix in another precision")
+        name, scope = product.weight.name, product.scope
+        stored = self.stored[name]
+        assert isinstance(stored, Columns)  # noqa: S101 - only these forms ask
         scales = self._constant(scope, f"{name}/scales", stored.scales)
         if not product.transposed:
             return self._constant(scope, f"{name}/bytes", stored.values), scales
         # Rows are looked up in it, so it keeps its layout, and onnxruntime transposes it once at load time. Not inside
         # a branch: there onnxruntime would keep the result in memory beside the copy that its kernel reads.
-        rows = self._rows(scope, name, stored)
+        rows = rows_constant(partial(self._constant, scope), name, stored)
         if rows not in self.turned:
             turned = f"{name}/turned"
             self.turned[rows] = helper.make_node("Transpose", [rows], [turned], name=turned, perm=[1, 0])
         return self.turned[rows].output[0], scales
-
-    def _rows(self, scope: Scope, name: str, stored: Columns) -> str:
-        return self._constant(scope, f"{name}/rows", np.ascontiguousarray(stored.values.T))
 
     def _range_constants(self, scope: Scope, chosen: ValueRange) -> tuple[str, str]:
         scale = self._constant(scope, f"scale/{chosen.scale!r}", np.array(chosen.scale, np.float32))
@@ -252,52 +289,15 @@ class _OrtRewrite:
 
     # -- rows of a tied matrix -----------------------------------------------------------------------------------------
 
-    def _look_up(self, scope: Scope, node: onnx.NodeProto, name: str, stored: Columns | Blocks) -> None:
+    def _look_up(self, scope: Scope, node: onnx.NodeProto, name: str) -> None:
         """Read rows of a tied matrix from its integers."""
-        ids, output, place = node.input[1], node.output[0], list(scope.graph.node).index(node)
-        if isinstance(stored, Blocks):
-            nodes = self._rows_of_blocks(scope, name, stored, ids, output)
-        else:
-            nodes = self._rows_of_columns(scope, name, stored, ids, output)
-        for offset, new in enumerate(nodes):
+        place = list(scope.graph.node).index(node)
+        constant = partial(self._constant, scope)
+        smoothing = self.recipes[name].smoothing
+        for offset, new in enumerate(row_nodes(constant, name, self.stored[name], node, smoothing)):
             new.name = f"{node.name.partition('/')[0]}/{new.output[0]}"
             scope.graph.node.insert(place + 1 + offset, new)
         scope.graph.node.remove(node)
-
-    def _rows_of_blocks(self, scope: Scope, name: str, stored: Blocks, ids: str, output: str) -> list[onnx.NodeProto]:
-        # The same bytes as the product's, with two axes instead of three: the weights file holds them once.
-        data = self._constant(scope, f"{name}/rows", stored.values.reshape(len(stored.values), -1))
-        inputs = [data, ids, self._constant(scope, f"{name}/scales", stored.scales)]
-        if stored.zeros is not None:
-            inputs.append(self._constant(scope, f"{name}/zeros", stored.zeros))
-        filled = stored.n_rows % stored.size != 0
-        gather = helper.make_node(
-            "GatherBlockQuantized",
-            inputs,
-            [f"{output}/filled" if filled else output],
-            domain=CONTRIB,
-            bits=4,
-            block_size=stored.size,
-            gather_axis=0,
-            quantize_axis=1,
-        )
-        return [gather, self._cut(scope, gather.output[0], stored.n_rows, output)] if filled else [gather]
-
-    def _rows_of_columns(self, scope: Scope, name: str, stored: Columns, ids: str, output: str) -> list[onnx.NodeProto]:
-        scales: Floats = stored.scales[:, None]
-        made = [f"{output}/{part}" for part in ("bytes", "numbers", "scale")]
-        return [
-            helper.make_node("Gather", [self._rows(scope, name, stored), ids], made[:1]),
-            helper.make_node("Cast", made[:1], made[1:2], to=onnx.TensorProto.FLOAT),
-            helper.make_node("Gather", [self._constant(scope, f"{name}/row_scales", scales), ids], made[2:]),
-            helper.make_node("Mul", made[1:], [output]),
-        ]
-
-    def _cut(self, scope: Scope, rows: str, width: int, output: str) -> onnx.NodeProto:
-        """Cut off what fills the last block of rows: the op returns whole blocks."""
-        ends = [("no_width", 0), (f"width/{width}", width), ("last_axis", -1)]
-        constants = [self._constant(scope, name, np.array([number])) for name, number in ends]
-        return helper.make_node("Slice", [rows, *constants], [output])
 
 
 def _drop_unread_nodes(graph: onnx.GraphProto) -> None:

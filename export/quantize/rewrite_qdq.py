@@ -34,11 +34,11 @@ def with_scales(graph: Path, result: Path, recipe: Recipe) -> Path:
     products = products_by_name(model, graph, recipe)
     rewrite = _QdqRewrite(model.graph, graph.parent, recipe)
     for name, matrix in recipe.matrices.items():
-        if matrix.precision == "int8":
+        if matrix.form in ("static", "weights"):
             rewrite.replace(products[name], matrix.activations)
-        elif matrix.precision != "fp32":
-            raise ExportFailed(f"{name}: graphs of standard ops take int8 and fp32 matrices, found {matrix.precision}")
-    if recipe.embedding == "int8":
+        elif matrix.form != "fp32":
+            raise ExportFailed(f"{name}: graphs of standard ops take int8 and fp32 matrices, found {matrix.kind}")
+    if recipe.embedding.precision == "int8":
         rewrite.replace_lookups()
     drop_unread_constants(model.graph)
     return written_with_weights(model, graph, result)

@@ -53,19 +53,35 @@ def _floats(bundle: Bundle, matrix: OutputMatrix, ids: Ids, width: int) -> Float
 
 def _integers(bundle: Bundle, matrix: OutputMatrix, ids: Ids, width: int) -> Floats:
     """Return dequantized rows of integers."""
-    n_rows = bundle.spec.vocab_size
-    n_scales = 1 if matrix.block_size is None else -(-width // matrix.block_size)
-    scales = _mapped(bundle, matrix.scales or 0, "float32", (n_rows, n_scales))[ids]
-    if matrix.block_size is None:
-        rows: Floats = _mapped(bundle, matrix.offset, "int8", (n_rows, width))[ids] * scales
+    rows = _columns(bundle, matrix, ids, width) if matrix.block_size is None else _blocks(bundle, matrix, ids, width)
+    if matrix.smoothing is None:
         return rows
-    packed = _mapped(bundle, matrix.offset, "uint8", (n_rows, n_scales * matrix.block_size // 2))[ids]
-    values = _unpacked(packed).reshape(len(ids), n_scales, matrix.block_size).astype(np.float32)
-    zeros: Any = 8
+    unsmoothed: Floats = rows / _mapped(bundle, matrix.smoothing, "float32", (1, width))
+    return unsmoothed
+
+
+def _columns(bundle: Bundle, matrix: OutputMatrix, ids: Ids, width: int) -> Floats:
+    n_rows = bundle.spec.vocab_size
+    scales = _mapped(bundle, matrix.scales or 0, "float32", (n_rows, 1))[ids]
+    rows: Floats = _mapped(bundle, matrix.offset, "int8", (n_rows, width))[ids] * scales
+    return rows
+
+
+def _blocks(bundle: Bundle, matrix: OutputMatrix, ids: Ids, width: int) -> Floats:
+    n_rows, size = bundle.spec.vocab_size, matrix.block_size or 1
+    n_scales = -(-width // size)
+    scales = _mapped(bundle, matrix.scales or 0, "float32", (n_rows, n_scales))[ids]
+    zeros: Any = 128
+    if matrix.dtype == "int8":
+        values = _mapped(bundle, matrix.offset, "uint8", (n_rows, n_scales * size))[ids]
+    else:
+        values = _unpacked(_mapped(bundle, matrix.offset, "uint8", (n_rows, n_scales * size // 2))[ids])
+        zeros = 8
     if matrix.zeros is not None:
         shape = (n_rows, -(-n_scales // 2))
         zeros = _unpacked(_mapped(bundle, matrix.zeros, "uint8", shape)[ids])[:, :n_scales, None]
-    return np.ascontiguousarray(((values - zeros) * scales[..., None]).reshape(len(ids), -1)[:, :width])
+    numbers = (values.reshape(len(ids), n_scales, size).astype(np.float32) - zeros) * scales[..., None]
+    return np.ascontiguousarray(numbers.reshape(len(ids), -1)[:, :width])
 
 
 def _unpacked(values: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -24,8 +24,8 @@ BATCH = 32
 MOST_STEPS = BATCH * 64
 # How many sources are also decoded alone, to compare their logits with those of the batch.
 ALONE = 8
-# How far the two may differ, relative to the largest logit. Integers are summed exactly; 4-bit blocks are not.
-ROW_BOUNDS = {"int8": 0.0, "int4": 2e-6, WEIGHTS_ALONE: 2e-6, "fp16": 2e-3, "bf16": 2e-2}
+# How far the two may differ, relative to the largest logit. Integers are summed exactly; scaled blocks of them are not.
+ROW_BOUNDS = {"int8": 0.0, "blocks": 2e-6, WEIGHTS_ALONE: 2e-6, "fp16": 2e-3, "bf16": 2e-2}
 
 
 @dataclass(frozen=True)
@@ -146,13 +146,13 @@ def _same_sequences(engine: Engine[State], batch: Material) -> int:
 def row_kind(precision: str, quantization: Quantization | None) -> str:
     """Return the key of the bound for rows of a bundle: how its matrices are stored, whatever its precision is called.
 
-    Floats are not summed exactly, nor are 4-bit blocks; one matrix of them is enough.
+    Scaled blocks of integers are not summed exactly; one matrix of them is enough.
     """
     if quantization is None:
         return precision
     if quantization.weights_alone:
         return WEIGHTS_ALONE
-    return "int4" if "int4" in quantization.kinds else "int8"
+    return "blocks" if any("int4" in kind or "blocks" in kind for kind in quantization.kinds) else "int8"
 
 
 def check_rows(engine: Engine[State], material: Material, precision: str) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.real.answers import BEAMS, MAX_NEW_TOKENS, NOISE, Answer, answers
-from benchmarks.real.exports import kept_bundle
+from benchmarks.real.exports import FP32, kept_bundle
 from benchmarks.real.folders.opus_mt import EOS
 from benchmarks.real.sources import MODEL, REAL, all_sentences, sentences, source_ids
 from fatdeploy import Model, load
@@ -25,7 +25,7 @@ SCORES = 1e-4
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[Model]:
-    with load(kept_bundle("fp32"), threads=os.cpu_count()) as loaded:
+    with load(kept_bundle(FP32), threads=os.cpu_count()) as loaded:
         yield loaded
 
 

@@ -13,7 +13,8 @@ from fatdeploy.export.models.loading import model_from_source
 from fatdeploy.export.pipeline import Origin, Plain, trial_of, write_quantized
 from fatdeploy.export.quantize.examples import examples_from_file, random_examples
 from fatdeploy.export.quantize.gate import RANDOM_STEPS
-from fatdeploy.export.quantize.quantizer import Integers, Quantizer, QuantizeRequest, Trial
+from fatdeploy.export.quantize.quantizer import Quantizer
+from fatdeploy.export.quantize.request import Integers, QuantizeRequest, Trial
 from fatdeploy.manifest import DECODER, ENCODER, REQUIRED, Manifest, Provenance, Quantization
 from fatdeploy.runtimes.text.tokenizer import tokenizer_from_file
 from fatdeploy.targets import CpuClass

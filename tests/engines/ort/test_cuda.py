@@ -18,7 +18,7 @@ from fatdeploy.export import pipeline
 from fatdeploy.export.graph_files import graphs_of, read_structure
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.proof.cuda_ops import cuda_record, decoder_seams
-from fatdeploy.export.quantize.quantizer import QuantizeRequest
+from fatdeploy.export.quantize.request import QuantizeRequest
 from fatdeploy.export.tracing.dialect_ort_cuda import CudaHalfSeams
 from fatdeploy.manifest import DECODER, ENCODER, PARITY, PROBES
 from fatdeploy.runtimes.decoding.loop import decode

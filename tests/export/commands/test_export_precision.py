@@ -19,7 +19,7 @@ from fatdeploy.export.commands.export_options import precision_of, precisions_fr
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.models.exportable import Choices, exportable_model
 from fatdeploy.export.quantize.gate import Bar
-from fatdeploy.export.quantize.quantizer import QuantizeRequest
+from fatdeploy.export.quantize.request import QuantizeRequest
 from fatdeploy.export.reference.checkpoint import save_checkpoint
 from fatdeploy.machine import this_machine
 from fatdeploy.runtimes.decoding.loop import decode
@@ -41,8 +41,10 @@ PLAIN: dict[str, Any] = {
     "cpu": "any",
     "calibration": None,
     "probes": None,
+    "purpose": "latency",
+    "rows": None,
     "recover": False,
-    "min_agreement": 0.99,
+    "min_agreement": None,
     "max_loss": 0.3,
     "metric": None,
     "activations": "int8",
@@ -365,8 +367,14 @@ def test_a_cpu_that_does_not_exist_is_a_usage_error(tmp_path: Path) -> None:
 def test_options_become_a_request() -> None:
     assert precision_of(PLAIN) == "fp32"
     assert precision_of({**PLAIN, "precision": "int8"}) == QuantizeRequest(
-        precision="int8", cpu="any", of={}, bar=Bar(0.99, 0.3)
+        precision="int8", cpu="any", of={}, bar=Bar(None, 0.3)
     )
+    many = precision_of({**PLAIN, "precision": "int8", "purpose": "throughput"})
+    assert isinstance(many, QuantizeRequest)
+    assert (many.n_rows, many.threads, many.least_agreement) == (32, 1, 0.98)
+    assert QuantizeRequest(precision="int8").least_agreement == 0.99
+    assert QuantizeRequest(precision="int4").least_agreement == 0.98
+    assert QuantizeRequest(precision="int8", rows=8, bar=Bar(0.9)).least_agreement == 0.9
     values = {"precision": "int4", "cpu": "arm64", "recover": True, "min_agreement": 0.9, "max_loss": 1.5}
     values |= {"metric": "bleu"}
     assert precision_of({**PLAIN, **values, "precision_of": ("output=int8",)}) == QuantizeRequest(
@@ -380,6 +388,8 @@ def test_all_options_without_effect_in_fp32_are_reported_at_once() -> None:
         "cpu": "arm64",
         "calibration": Path("a"),
         "probes": Path("b"),
+        "purpose": "throughput",
+        "rows": 4,
         "recover": True,
         "min_agreement": 0.9,
         "max_loss": 1.0,
@@ -387,8 +397,8 @@ def test_all_options_without_effect_in_fp32_are_reported_at_once() -> None:
         "activations": "float",
         "ranges": "min-max",
     }
-    names = ("--precision-of", "--calibration", "--probes", "--recover", "--cpu", "--min-agreement", "--max-loss")
-    names += ("--metric", "--activations", "--ranges")
+    names = ("--precision-of", "--calibration", "--probes", "--recover", "--for", "--rows", "--cpu")
+    names += ("--min-agreement", "--max-loss", "--metric", "--activations", "--ranges")
     with pytest.raises(ConfigError, match=f": {'; '.join(f'{name} is for integers' for name in names)}$"):
         precision_of({**PLAIN, **values})
 

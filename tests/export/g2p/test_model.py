@@ -17,7 +17,7 @@ from benchmarks.g2p.run import errors
 from benchmarks.g2p.targets import targets
 from fatdeploy.export.g2p import CHECKPOINT
 from fatdeploy.export.g2p.data import entries_from_text
-from fatdeploy.export.quantize.quantizer import Integers
+from fatdeploy.export.quantize.request import Integers
 from fatdeploy.export.training.run import REPORT
 from fatdeploy.manifest import PARITY
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis

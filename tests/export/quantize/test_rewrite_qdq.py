@@ -17,8 +17,8 @@ from fatdeploy.export.models.exportable import exportable_model
 from fatdeploy.export.pipeline import Origin, Plain, trial_of, write_quantized
 from fatdeploy.export.quantize.examples import random_examples
 from fatdeploy.export.quantize.integers import columns_from_matrix
-from fatdeploy.export.quantize.quantizer import QuantizeRequest, check_request
 from fatdeploy.export.quantize.recipe import MatrixRecipe, Recipe
+from fatdeploy.export.quantize.request import QuantizeRequest, check_request
 from fatdeploy.export.quantize.rewrite_qdq import symmetric_range, with_scales
 from fatdeploy.manifest import DECODER, EMBEDDING, ENCODER, PARITY, WEIGHTS, Quantization
 from fatdeploy.runtimes.decoding.loop import decode
@@ -123,7 +123,8 @@ def test_numbers_are_those_of_bytes_and_their_scales(tmp_path: Path) -> None:
     chosen = symmetric_range(x, (float(x.min()), float(x.max())), "min-max")
     columns = columns_from_matrix(matrix, 8)
     for activations, expected in ((None, x), (chosen, chosen.restored(x))):
-        recipe = Recipe({"part": MatrixRecipe("int8", activations)}, frozenset([99]), bits=8)
+        form = "weights" if activations is None else "static"
+        recipe = Recipe({"part": MatrixRecipe(form, activations)}, frozenset([99]), bits=8)
         result = with_scales(graph, tmp_path / "quantized.onnx", recipe)
         np.testing.assert_allclose(ran(result, x=x)[0], expected @ columns.restored(), rtol=1e-4, atol=1e-4)
         rounding = [] if activations is None else ["QuantizeLinear", "DequantizeLinear"]
@@ -157,7 +158,8 @@ def test_rows_are_compared_by_how_matrices_are_stored(precision: str) -> None:
     def kind_of(**matrices: str) -> str:
         return row_kind(precision, Quantization("any", 7, matrices, enforced=False))
 
-    assert kind_of(a="int8 static", b="int4", embedding="int8") == "int4"
+    assert kind_of(a="int8 static", b="int4", embedding="int8") == "blocks"
+    assert kind_of(a="int8 static", b="int8 blocks smoothed", embedding="int8") == "blocks"
     assert kind_of(a="int8 static", b="int8 by row", c="fp32") == "int8"
     # Rows that are looked up are not summed.
     assert kind_of(a="int8 static", embedding="int4") == "int8"

@@ -1,0 +1,1 @@
+"""Which form each matrix gets: errors, costs, and the cheapest plan."""

@@ -1,0 +1,54 @@
+"""Plans: the cheapest forms within a budget of errors, against every combination."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from fatdeploy.export.quantize.planning.plan import Option, planned, worthwhile
+from fatdeploy.export.quantize.recipe import FLOATS
+
+
+def option(error: float, cost: float) -> Option:
+    return Option(FLOATS, error, cost)
+
+
+def numbers(options: list[Option]) -> list[tuple[float, float]]:
+    return [(entry.error, entry.cost) for entry in options]
+
+
+def test_an_option_that_another_beats_is_dropped_also_within_the_noise_of_costs() -> None:
+    options = [option(3, 10), option(1, 10.4), option(2, 20), option(0, 40), option(5, 5)]
+    # 10 is as cheap as 10.4, up to noise, and less exact; 20 is dearer and less exact.
+    assert numbers(worthwhile(options)) == [(0, 40), (1, 10.4), (5, 5)]
+
+
+def test_equal_errors_keep_the_cheapest() -> None:
+    assert numbers(worthwhile([option(1, 30), option(1, 20)])) == [(1, 20)]
+
+
+def test_without_a_limit_everything_is_as_cheap_as_it_can_be() -> None:
+    plan = planned({"a": [option(9, 1), option(1, 2)], "b": [option(4, 3)]}, np.inf)
+    assert (plan.error, plan.cost) == (13, 4)
+
+
+def test_without_any_budget_everything_is_as_exact_as_it_can_be() -> None:
+    plan = planned({"a": [option(9, 1), option(1, 2)], "b": [option(4, 3), option(0, 100)]}, 0.0)
+    assert (plan.error, plan.cost) == (1, 102)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_plan_with_as_little_error_is_cheaper(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    options = {
+        str(index): [option(*draw.exponential(size=2)) for _ in range(draw.integers(1, 5))] for index in range(6)
+    }
+    least = sum(min(entry.error for entry in choices) for choices in options.values())
+    budget = least * draw.uniform(1, 4)
+    plan = planned(options, budget)
+    assert plan.error <= budget or plan.error == pytest.approx(least)
+    combinations = [
+        (sum(entry.error for entry in choice), sum(entry.cost for entry in choice))
+        for choice in product(*options.values())
+    ]
+    assert plan.cost == pytest.approx(min(cost for error, cost in combinations if error <= plan.error * (1 + 1e-12)))
