@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fatdeploy.errors import ConfigError, SpecMismatch
-from fatdeploy.runtimes.decoding.log_sums import LogSums
+from fatdeploy.runtimes.decoding.log_probs import LogProbs
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.decoding.processors.protocol import NEG_INF, History, Processor
 from fatdeploy.runtimes.engines.protocol import Engine, Floats, Ranking, State, StepOut, Want
@@ -28,7 +28,8 @@ class Scorer:
             self._listed = np.unique([*options.shortlist, *options.end_ids(engine.spec)]).astype(np.int64)
             self._matrix = engine.output_rows(self._listed)
             self._bias = engine.output_bias(self._listed)
-        self._log_sums = LogSums()
+        self.log_softmax = engine.log_softmax if isinstance(engine, Ranking) and not engine.topk_pays else None
+        self._log_probs = LogProbs(self.log_softmax)
         self._scratch: dict[str, Floats] = {}
 
     @property
@@ -56,11 +57,11 @@ class Scorer:
 
     def normalize(self, scores: Floats) -> None:
         """Turn scores into log-probabilities, in place."""
-        self._log_sums.normalize(scores)
+        self._log_probs.normalize(scores)
 
     def log_probs_of(self, scores: Floats, columns: NDArray[np.int64]) -> Floats:
         """Return the log-probability of one column of each row."""
-        return self._log_sums.log_probs_of(scores, columns)
+        return self._log_probs.of_columns(scores, columns)
 
     def processed(self, scores: Floats, history: History) -> Floats:
         """Return scores after every processor, for the rows of a step.

@@ -136,9 +136,19 @@ class Refilling(Engine[State], Protocol[State]):
 
 @runtime_checkable
 class Ranking(Protocol):
-    """An engine that knows whether its own top k pays; others are taken to be better at it than the loop."""
+    """An engine that knows whether its own top k pays; others are taken to be better at it than the loop.
+
+    If it does not pay, the loop searches the logits and lets the engine normalise them.
+    """
 
     @property
     def topk_pays(self) -> bool:
         """Whether a step with ``Want.TOPK`` is faster than one with ``Want.LOGITS`` and a search in the logits."""
+        ...
+
+    def log_softmax(self, scores: Floats, out: Floats) -> None:
+        """Write the log-probabilities of contiguous scores [R, n] to another array.
+
+        Rows are independent. A row that has no score above -inf becomes NaN.
+        """
         ...

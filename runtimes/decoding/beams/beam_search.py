@@ -68,7 +68,7 @@ class BeamSearch:
         shape = (len(self.beams) * self.width, int(task.ends.max())) if scorer.processors else (0, 0)
         self._tokens, self._moved = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         self._n_candidates = options.n_candidates(task.spec) // self.n_groups
-        self._chooser = Chooser(self._n_candidates)
+        self._chooser = Chooser(self._n_candidates, scorer.log_softmax)
 
     def _begun(self, source: int, place: int) -> SourceBeams:
         groups = [self._beam(source) for _ in range(self.n_groups)]

@@ -24,6 +24,7 @@ from fatdeploy.runtimes.engines.ort.bindings import MOST_HELD_BYTES, MOST_SHAPES
 from fatdeploy.runtimes.engines.ort.buffers import BufferPool, Buffers
 from fatdeploy.runtimes.engines.ort.device_memory import DeviceBinder, DeviceMemory, OrtCudaDevice, OrtDevice
 from fatdeploy.runtimes.engines.ort.host_memory import ArrayMemory, HostMemory, HostOrDeviceArray
+from fatdeploy.runtimes.engines.ort.log_softmax import LogSoftmax
 from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.engines.ort.refills import refilled, refilled_width
 from fatdeploy.runtimes.engines.ort.saturation import check_saturation
@@ -94,6 +95,7 @@ class OrtEngine:
         self._alternates = recurrent or "tensorrt" in options.providers
         self.device = OrtCudaDevice(self._ort) if device is None and options.on_device else device
         self._binder, self._memory = self._places()
+        self._log_softmax: LogSoftmax | None = None  # opened when beams need it
         # onnxruntime keeps the memory of all encodes that ever ran at once; more of them than cores finish no sooner.
         self._encoding = BoundedSemaphore(usable_cores())
 
@@ -101,6 +103,12 @@ class OrtEngine:
     def topk_pays(self) -> bool:
         """On a device the logits need not be copied to the host; without branches the top k is computed anyway."""
         return self.device is not None or not self.branches or self.spec.vocab_size < LARGE_VOCABULARY
+
+    def log_softmax(self, scores: Floats, out: Floats) -> None:
+        """Write the log-probabilities of scores [R, n] on the host to another array."""
+        if self._log_softmax is None:
+            self._log_softmax = LogSoftmax(self._ort)
+        self._log_softmax(scores, out)
 
     def encode(self, source: Tokens, mask: Mask, capacity: Capacity) -> OrtState:
         """Read the source and return a state with one row per source."""

@@ -1,6 +1,6 @@
-"""Two tiny graphs that a device runs on state: one picks rows, one writes zeros. They are written as raw ONNX bytes.
+"""Tiny graphs, written as raw ONNX bytes: one picks rows of state, one writes zeros to it, one normalises scores.
 
-onnxruntime has no call that copies a row on a device, and the onnx package is not installed on devices.
+onnxruntime has no call for any of them, and the onnx package is not installed on devices.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,6 +10,7 @@ from fatdeploy.spec import TensorSpec
 
 IR_VERSION, OPSET = 10, 21
 ROWS = "chosen"  # another name than the input's row axis, whose size may differ
+SCORES, LOG_PROBS = "scores", "log_probs"
 _TENSOR = 4  # the type number of a tensor attribute in onnx.proto
 
 
@@ -36,6 +37,12 @@ def zero_graph(tensors: Sequence[TensorSpec]) -> bytes:
     nodes = [_node("ConstantOfShape", [shape_name(spec.name)], spec.name, _zero(spec.dtype)) for spec in tensors]
     inputs = [_value(shape_name(spec.name), "int64", (len(spec.shape),)) for spec in tensors]
     return _model(nodes, inputs, [_value(spec.name, spec.dtype, spec.shape) for spec in tensors])
+
+
+def log_softmax_graph() -> bytes:
+    """Return a graph that turns scores [R, n] into log-probabilities."""
+    scores, log_probs = (_value(name, "float32", ("rows", "n")) for name in (SCORES, LOG_PROBS))
+    return _model([_node("LogSoftmax", [SCORES], LOG_PROBS)], [scores], [log_probs])
 
 
 def _model(nodes: Iterable[bytes], inputs: Iterable[bytes], outputs: Iterable[bytes]) -> bytes:

@@ -5,8 +5,8 @@ import pytest
 
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.decoding.processors.protocol import rectangular
+from tests.support.decoding.processors import OPTIONS, ROWS, applied, processors, ragged_history
 from tests.support.engines.tables import WORDS
-from tests.support.processors import OPTIONS, ROWS, applied, processors, ragged_history
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

@@ -5,8 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fatdeploy.errors import SpecMismatch
 from fatdeploy.runtimes.decoding.beams.chooser import Chooser
-from fatdeploy.runtimes.decoding.log_sums import BLOCK, LogSums, row_blocks
+from fatdeploy.runtimes.decoding.log_probs import BLOCK, LogProbs, LogSoftmax, row_blocks
 from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.decoding.processors.biases import Suppressed
@@ -16,8 +17,8 @@ from fatdeploy.runtimes.engines.ort.engine import LARGE_VOCABULARY, OrtEngine
 from fatdeploy.runtimes.engines.protocol import Floats, Want
 from fatdeploy.spec import Tokens
 from tests.support.bundles import bundle_of
+from tests.support.decoding.processors import OPTIONS, ROWS, applied, processors, ragged_history
 from tests.support.engines.tables import WORDS, TableEngine
-from tests.support.processors import OPTIONS, ROWS, applied, processors, ragged_history
 
 SIZES = [(1, 1), (3, 9), (5, BLOCK // 2), (2, BLOCK + 1), (2000, 50)]
 SOURCES = [[5], [6, 7], [8, 9, 3], [4] * 7]
@@ -32,36 +33,62 @@ def log_probs(scores: Floats) -> np.ndarray:
     return exact - np.log(np.exp(exact).sum(-1, keepdims=True))
 
 
+@pytest.fixture(scope="module", params=["numpy", "onnxruntime"])
+def log_softmax(request: pytest.FixtureRequest) -> LogSoftmax | None:
+    """Return what normalises a block: nothing stands for numpy."""
+    return OrtEngine(bundle_of("transformer-tiny")).log_softmax if request.param == "onnxruntime" else None
+
+
 @pytest.mark.parametrize("shape", SIZES, ids=str)
-def test_log_probabilities_are_those_of_a_softmax_and_do_not_depend_on_other_rows(shape: tuple[int, int]) -> None:
-    scores, sums = drawn(shape), LogSums()
+def test_log_probabilities_are_those_of_a_softmax_and_do_not_depend_on_other_rows(
+    shape: tuple[int, int], log_softmax: LogSoftmax | None
+) -> None:
+    scores, own = drawn(shape), LogProbs(log_softmax)
     columns = np.random.default_rng(1).integers(0, shape[1], shape[0])
     normalized = scores.copy()
-    sums.normalize(normalized)
+    own.normalize(normalized)
     np.testing.assert_allclose(normalized, log_probs(scores), atol=2e-5)
-    of_columns = sums.log_probs_of(scores, columns)
-    np.testing.assert_array_equal(of_columns, normalized[np.arange(shape[0]), columns])
+    np.testing.assert_array_equal(own.of_columns(scores, columns), normalized[np.arange(shape[0]), columns])
+    np.testing.assert_array_equal(own.of_block(scores[:1])[0], normalized[0])
     alone = scores[-1:].copy()
-    sums.normalize(alone)
+    own.normalize(alone)
     np.testing.assert_array_equal(alone[0], normalized[-1])
 
 
+def test_scores_that_lie_apart_in_memory_are_normalized_too(log_softmax: LogSoftmax | None) -> None:
+    apart = np.stack([drawn((3, 50)), drawn((3, 51))[:, 1:]], 1)
+    LogProbs(log_softmax).normalize(apart[:, 1])
+    np.testing.assert_array_equal(apart[:, 0], drawn((3, 50)))
+    np.testing.assert_allclose(apart[:, 1], log_probs(drawn((3, 51))[:, 1:]), atol=2e-5)
+
+
 @pytest.mark.parametrize("shape", SIZES[1:], ids=str)
-def test_the_best_log_probabilities_are_those_of_all_and_the_scores_stay_as_they_are(shape: tuple[int, int]) -> None:
+def test_the_best_log_probabilities_are_those_of_all_and_the_scores_stay_as_they_are(
+    shape: tuple[int, int], log_softmax: LogSoftmax | None
+) -> None:
     scores = drawn(shape)
     before = scores.copy()
-    best, columns = Chooser(4).best_log_probs(scores)
+    best, columns = Chooser(4, log_softmax).best_log_probs(scores)
     np.testing.assert_array_equal(scores, before)
+    LogProbs(log_softmax).normalize(scores)
     assert columns.tolist() == np.argsort(-scores, axis=1, kind="stable")[:, :4].tolist()
-    np.testing.assert_allclose(best, np.take_along_axis(log_probs(scores), columns, 1), atol=2e-5)
+    np.testing.assert_allclose(best, np.take_along_axis(log_probs(before), columns, 1), atol=2e-5)
 
 
-def test_where_every_token_is_forbidden_no_log_probability_is_a_number() -> None:
-    scores = np.array([[-np.inf] * 3, [0, 0, -np.inf]], np.float32)
-    best, _ = Chooser(3).best_log_probs(scores)
-    np.testing.assert_allclose(best, [[-np.inf] * 3, [-np.log(2), -np.log(2), -np.inf]], rtol=1e-6)
-    LogSums().normalize(scores)
-    np.testing.assert_allclose(scores, best, rtol=1e-6)
+def test_where_every_token_is_forbidden_all_log_probabilities_are_infinite(log_softmax: LogSoftmax | None) -> None:
+    scores = np.array([[-np.inf] * 3, [0, 0, -np.inf], [-np.inf, 7, -np.inf]], np.float32)
+    best, _ = Chooser(3, log_softmax).best_log_probs(scores)
+    expected = [[-np.inf] * 3, [-np.log(2), -np.log(2), -np.inf], [0, -np.inf, -np.inf]]
+    np.testing.assert_allclose(best, expected, rtol=1e-6)
+    LogProbs(log_softmax).normalize(scores)
+    np.testing.assert_allclose(scores[:2], best[:2], rtol=1e-6)
+
+
+def test_scores_that_are_not_numbers_are_an_error_however_they_are_normalized(log_softmax: LogSoftmax | None) -> None:
+    scores = drawn((3, 40))
+    scores[1, 17] = np.nan
+    with pytest.raises(SpecMismatch, match="scores are not numbers"):
+        Chooser(4, log_softmax).best_log_probs(scores)
 
 
 @pytest.mark.parametrize(("shape", "count"), [((5, 9), 1), ((5, BLOCK // 2), 3), ((5, BLOCK), 5), ((3, BLOCK * 2), 3)])
@@ -84,9 +111,8 @@ def test_processors_change_the_engines_logits_in_place() -> None:
 def test_a_relative_processor_keeps_a_shift_of_all_scores_or_forgets_it(name: str) -> None:
     chain, scores = processors(OPTIONS[name]), drawn((len(ROWS), WORDS.vocab_size)) - 40
     plain, shifted = (applied(chain, ragged_history(), scores + shift) for shift in (np.float32(0), np.float32(8)))
-    sums = LogSums()
     for array in (plain, shifted):
-        sums.normalize(array)
+        LogProbs().normalize(array)
     relative = Scorer(TableEngine(), OPTIONS[name], chain).relative
     assert relative == np.allclose(plain, shifted, atol=1e-5)
     assert relative == (name not in ("growing end", "repetition"))
@@ -123,7 +149,11 @@ class OwnRanking(TableEngine):
 
     def __init__(self, *, topk_pays: bool) -> None:
         super().__init__()
-        self.topk_pays = topk_pays
+        self.topk_pays, self.n_normalized = topk_pays, 0
+
+    def log_softmax(self, scores: Floats, out: Floats) -> None:
+        self.n_normalized += len(scores)
+        out[...] = log_probs(scores)
 
 
 def test_beams_search_the_logits_where_the_engines_own_top_k_does_not_pay() -> None:
@@ -131,6 +161,7 @@ def test_beams_search_the_logits_where_the_engines_own_top_k_does_not_pay() -> N
     slow, fast = OwnRanking(topk_pays=False), OwnRanking(topk_pays=True)
     ours, theirs = (decode(engine, SOURCES, options) for engine in (slow, fast))
     assert ({want for _, want in slow.calls}, {want for _, want in fast.calls}) == ({Want.LOGITS}, {Want.TOPK})
+    assert (slow.n_normalized, fast.n_normalized) == (sum(shape[0] for shape, _ in slow.calls), 0)
     assert [result.tokens for result in ours] == [result.tokens for result in theirs]
     assert [result.score for result in ours] == pytest.approx([result.score for result in theirs], abs=1e-5)
 
