@@ -126,7 +126,7 @@ class Quantizer:
             quantization = self._write(folder, plan)
             with closing(_opened(folder, self.manifest, quantization)) as engine:
                 share = self.gate.forced_share(engine)
-                following = self._following(asked, plan, share) if left else None
+                following = self._following(asked, plan, share, is_last=left == 1) if left else None
                 if following is not None and not self._has_room(share):
                     self.stage(f"{share:.2%} of the tokens are the reference's: planning again")
                     plan = following
@@ -145,9 +145,12 @@ class Quantizer:
             return True
         return 1 - share <= MOST_USED * (1 - self.request.least_agreement)
 
-    def _following(self, asked: Mapping[str, Sequence[Option]], plan: Plan, share: float) -> Plan | None:
+    def _following(
+        self, asked: Mapping[str, Sequence[Option]], plan: Plan, share: float, *, is_last: bool
+    ) -> Plan | None:
         """Return a more exact plan, in the precision that was asked for if there is one; None if there is none."""
-        return self._next(asked, plan, share) or self._next(self.options, plan, share)
+        following = self._next(asked, plan, share) or self._next(self.options, plan, share)
+        return planned(self.options, 0.0) if is_last and following is not None else following
 
     def _asked(self, name: str, choices: Sequence[Option]) -> list[Option]:
         return [option for option in choices if option.recipe.precision == self.precisions[name]]

@@ -46,7 +46,7 @@ KINDS: dict[Form, str] = {
 }
 SMOOTHED = "smoothed"
 # Name endings of constants that belong to integers and are not weights themselves.
-BESIDE_INTEGERS = ("/scales", "/row_scales", "/zeros", "/smoothing", "/unsmoothed", "/corrected")
+BESIDE_INTEGERS = ("/scales", "/row_scales", "/zeros", "/smoothing", "/unsmoothed")
 
 
 @dataclass(frozen=True, eq=False)

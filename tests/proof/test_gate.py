@@ -500,7 +500,8 @@ def test_the_reference_itself_is_judged_to_be_right_and_another_model_is_not() -
 def test_targets_of_random_weights_are_cut_and_those_of_trained_ones_are_judged_to_the_end(
     tmp_path: Path, random: bool
 ) -> None:
-    plain, exportable = bundle_of(TINY), exportable_model(model_of(TINY))
+    plain = bundle_of(TINY)
+    exportable = exportable_model(model_of(TINY)).with_spec(plain.spec)
     graphs = {part: plain.path / part for part in (ENCODER, DECODER)}
     model = Plain(exportable, Origin(name=TINY, random=random), "ort-cpu", {}, graphs, stage=lambda _: None)
     request = QuantizeRequest(

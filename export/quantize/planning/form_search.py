@@ -25,6 +25,8 @@ from fatdeploy.manifest import EMBEDDING, ENCODER
 MOST_ENCODER_ROWS = 128
 # What a byte of a table costs in microseconds: looking rows up takes no time, but memory is not free.
 TABLE_BYTE = 1e-6
+# How many matrices are tried between two messages.
+STAGE_EVERY = 20
 # How much dearer a higher precision is than any form that was asked for, at least.
 HIGHER = 1.5
 # Rows to judge a matrix with whose activations calibration never saw.
@@ -68,7 +70,8 @@ class FormSearch:
         lengths = _mean([len(row.source) for row in rows]), _mean([len(row.target) for row in rows])
         found = {}
         for index, matrix in enumerate(self._matrices, 1):
-            self._stage(f"trying the forms of matrix {index} of {len(self._matrices)}")
+            if index % STAGE_EVERY == 1:
+                self._stage(f"trying the forms of matrix {index} of {len(self._matrices)}")
             sample, seen = samples.pop(matrix.name).weighed(self._usual), activations[matrix.part][matrix.activation]
             candidates = self._candidates(matrix, sample, seen, allowed[matrix.name])
             options = [self._option(matrix, candidate, lengths) for candidate in candidates]

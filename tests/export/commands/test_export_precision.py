@@ -122,8 +122,12 @@ def test_the_stages_are_named_and_both_proofs_are_shown() -> None:
         "drawing probes from the reference …",
         "comparing the graphs with the reference …",
         "asking the reference about 32 probes …",
-        "quantizing …",
         "calibrating with 32 sources …",
+        "measuring how much each matrix matters …",
+        "trying the forms of matrix 1 of 23 …",
+        "trying the forms of matrix 21 of 23 …",
+        "quantizing …",
+        "judging …",
     ]
     agreement = certificate_of(bundle)["gate"]["agreement"]
     first, second = output["stdout"].splitlines()
