@@ -1,4 +1,4 @@
-"""Tiny graphs, written as raw ONNX bytes: one picks rows of state, one writes zeros to it, one normalises rows of scores.
+"""Tiny graphs, written as raw ONNX bytes: one picks rows of state, one writes zeros to it, one normalises scores.
 
 onnxruntime has no call for any of them, and the onnx package is not installed on devices.
 """
