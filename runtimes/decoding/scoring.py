@@ -20,7 +20,8 @@ class Scorer:
 
     def __init__(self, engine: Engine[State], options: DecodeOptions, processors: Sequence[Processor] = ()) -> None:
         self.spec, self.processors = engine.spec, processors
-        self.topk_pays = not isinstance(engine, Ranking) or engine.topk_pays
+        ranking = engine if isinstance(engine, Ranking) else None
+        self.topk_pays = ranking is None or ranking.topk_pays
         self._listed: NDArray[np.int64] | None = None
         self._matrix: Floats | None = None  # [n, M]
         self._bias: Floats | None = None  # [n]
@@ -28,7 +29,7 @@ class Scorer:
             self._listed = np.unique([*options.shortlist, *options.end_ids(engine.spec)]).astype(np.int64)
             self._matrix = engine.output_rows(self._listed)
             self._bias = engine.output_bias(self._listed)
-        self.log_softmax = engine.log_softmax if isinstance(engine, Ranking) and not engine.topk_pays else None
+        self.log_softmax = None if ranking is None or ranking.topk_pays else ranking.log_softmax
         self._log_probs = LogProbs(self.log_softmax)
         self._scratch: dict[str, Floats] = {}
 
