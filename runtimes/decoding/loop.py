@@ -16,6 +16,7 @@ from fatdeploy.runtimes.decoding.prompts import PrefixIds, prompts_of
 from fatdeploy.runtimes.decoding.row_search import RowSearch
 from fatdeploy.runtimes.decoding.scoring import Scorer
 from fatdeploy.runtimes.decoding.search import Search, Task
+from fatdeploy.runtimes.decoding.shortlists import SourceLists, shortlists_of
 from fatdeploy.runtimes.decoding.sources import CheckedSources, SourceIds, checked_sources, padded
 from fatdeploy.runtimes.decoding.stops import Stops, TextOf
 from fatdeploy.runtimes.engines.protocol import Capacity, Engine, State, Want
@@ -28,9 +29,10 @@ def decode(
     options: DecodeOptions | None = None,
     *,
     prefixes: Sequence[PrefixIds | None] | None = None,
+    table: SourceLists | None = None,
 ) -> list[Hypothesis]:
     """Return the best target of each source; a result does not depend on what else is in the batch."""
-    with Decoding(engine, sources, options or DecodeOptions(), prefixes=prefixes) as decoding:
+    with Decoding(engine, sources, options or DecodeOptions(), prefixes=prefixes, table=table) as decoding:
         return decoding.run()
 
 
@@ -39,7 +41,7 @@ class Decoding(ClosedOnExit):
 
     ``prefixes`` are the sources' own: ids in the order of generation, or None for the prefix of the options.
     ``deadline`` is a time of the monotonic clock; the default follows from ``timeout_s``. ``text_of`` turns tokens into
-    text, which stop sequences that are text need.
+    text, which stop sequences that are text need. ``table`` is what ``shortlist="auto"`` reads.
     """
 
     def __init__(
@@ -51,13 +53,14 @@ class Decoding(ClosedOnExit):
         prefixes: Sequence[PrefixIds | None] | None = None,
         deadline: float | None = None,
         text_of: TextOf | None = None,
+        table: SourceLists | None = None,
     ) -> None:
         n_sources = len(sources.rows if isinstance(sources, CheckedSources) else sources)
         prompts = prompts_of(options, engine.spec, prefixes, n_sources)
         checked = checked_sources(sources, engine.spec)
         self._engine, self._options = engine, options
         stops = Stops(options, text_of, [prompt.prefix for prompt in prompts])
-        self._task = Task(options, engine.spec, checked.rows, prompts, stops)
+        self._task = Task(options, engine.spec, checked.rows, prompts, stops, table)
         self._deadline = deadline
         if deadline is None and options.timeout_s is not None:
             self._deadline = monotonic() + options.timeout_s
@@ -128,5 +131,6 @@ class Decoding(ClosedOnExit):
         if spec.decoding == "parallel":
             length_log_probs = self._engine.length_log_probs(self._state) if spec.length == "head" else None
             return ParallelSearch(task, length_log_probs)
-        scorer = Scorer(self._engine, self._options, processors_of(task))
+        lists = shortlists_of(task.options, spec, task.sources, task.table)
+        scorer = Scorer(self._engine, task.options, processors_of(task), lists)
         return RowSearch(task, scorer) if self._options.num_beams == 1 else BeamSearch(task, scorer)

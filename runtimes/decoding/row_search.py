@@ -112,9 +112,9 @@ class RowSearch:
         count = self.rows_per_source if self._is_first else 1
         if count > 1 and not isinstance(rows, slice):
             rows = rows[::count] // count
-        scores = self.scorer.logits(out)[rows]
+        sources = self.rows[::count] // self.rows_per_source
+        scores = self.scorer.logits(out, sources)[rows]
         if self.scorer.processors:
-            sources = self.rows[::count] // self.rows_per_source
             scores = self.scorer.processed(scores, rectangular(self._read_tokens()[rows], sources[rows]))
         return np.repeat(scores, count, 0) if count > 1 else scores
 

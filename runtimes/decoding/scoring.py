@@ -7,45 +7,69 @@ from numpy.typing import NDArray
 
 from fatdeploy.errors import ConfigError, SpecMismatch
 from fatdeploy.runtimes.decoding.options import DecodeOptions
-from fatdeploy.runtimes.decoding.processors.protocol import NEG_INF, History, Processor
+from fatdeploy.runtimes.decoding.processors.protocol import NEG_INF, History, Occasional, Processor
+from fatdeploy.runtimes.decoding.shortlists import Shortlists, product_of, shortlists_of
 from fatdeploy.runtimes.engines.protocol import Engine, Floats, State, StepOut, Want
 
-# The largest product, in multiplications, that OpenBLAS (numpy's library) runs in one thread: 65536 * 4, its defaults.
-IN_ONE_THREAD = 2**18
 LOWEST = np.finfo(np.float32).min
+# Of a power, which is at most 1: 131,072 of them are fewer parts than a float64 counts.
+PARTS = np.float32(2**36)
 
 
 class Scorer:
     """Turns the output of an engine into scores [R, n] of ``ids``; without ids, n is the vocabulary."""
 
-    def __init__(self, engine: Engine[State], options: DecodeOptions, processors: Sequence[Processor] = ()) -> None:
+    def __init__(
+        self,
+        engine: Engine[State],
+        options: DecodeOptions,
+        processors: Sequence[Processor] = (),
+        lists: Shortlists | None = None,
+    ) -> None:
+        """``lists`` are those of the options' shortlist; without them, the same for all rows."""
         self.spec, self.processors = engine.spec, processors
-        self._listed: NDArray[np.int64] | None = None
-        self._matrix: Floats | None = None  # [n, M]
-        self._bias: Floats | None = None  # [n]
-        if options.shortlist is not None:
-            self._listed = np.unique([*options.shortlist, *options.end_ids(engine.spec)]).astype(np.int64)
-            self._matrix = engine.output_rows(self._listed)
-            self._bias = engine.output_bias(self._listed)
+        self._lists = shortlists_of(options, engine.spec) if lists is None else lists
+        self._product = None if self._lists is None else product_of(engine)
+        self._scattered = False  # whether the last scores had a column for every token
+        # What looks at all columns must find them at the same places whatever else is in the batch.
+        occasional = all(isinstance(processor, Occasional) for processor in processors)
+        self._scatters = self.by_source and (options.sample or not occasional)
+        if self._lists is not None and self._product is not None:
+            self._product.choose(self._lists.ids)
         self._scratch: dict[str, Floats] = {}
 
     @property
     def want(self) -> Want:
         """What a step must compute; with a shortlist, the product with the output matrix is computed here."""
-        return Want.LOGITS if self._matrix is None else Want.HIDDEN
+        return Want.LOGITS if self._product is None else Want.HIDDEN
+
+    @property
+    def by_source(self) -> bool:
+        """Whether the source of a row decides which tokens it may choose."""
+        return self._lists is not None and self._lists.per_source
 
     @property
     def ids(self) -> NDArray[np.int64] | None:
-        """The token of each column; None if the column is the token."""
-        return None if self.processors else self._listed
+        """The token of each column of the last scores; None if the column is the token."""
+        return None if self._lists is None or self._scattered else self._lists.ids
 
-    def logits(self, out: StepOut) -> Floats:
-        """Return the scores of a step's last position before any processor; the array may belong to the engine."""
-        if self._matrix is not None and out.hidden is not None:
-            return self._product(out.hidden[:, -1], self._matrix)
-        if out.logits is None:
-            raise SpecMismatch("the engine returned no logits although they were wanted")
-        return out.logits[:, -1] if self._listed is None else out.logits[:, -1, self._listed]
+    def logits(self, out: StepOut, sources: NDArray[np.int64] | None = None) -> Floats:
+        """Return the scores of a step's last position before any processor; the array may belong to the engine.
+
+        ``sources`` [R] are the sources of all rows; only lists by source need them.
+        """
+        self._scattered = False
+        lists = self._lists
+        if lists is None:
+            return _needed_logits(out)[:, -1]
+        if sources is not None and lists.cover(sources) and self._product is not None:
+            self._product.choose(lists.ids)
+        if self._product is not None and out.hidden is not None:
+            scores = self._product(out.hidden[:, -1])
+        else:
+            scores = _needed_logits(out)[:, -1, lists.ids]
+        lists.restrict(scores)
+        return self._scatter(scores, lists.ids) if self._scatters else scores
 
     def log_probs(self, scores: Floats) -> Floats:
         """Return log-probabilities of scores, in an array that is valid until the next call.
@@ -66,33 +90,39 @@ class Scorer:
 
     def processed(self, scores: Floats, history: History) -> Floats:
         """Return scores after every processor, for the rows of a step; ``scores`` stay as they are."""
-        if not self.processors:
+        acting = [one for one in self.processors if not isinstance(one, Occasional) or one.acts(history)]
+        if not acting:
             return scores
-        result = self._buffer("processed", (len(scores), self.spec.vocab_size))
-        if self._listed is None:
+        if self._lists is None or self._scattered:
+            result = self._buffer("processed", (len(scores), self.spec.vocab_size))
             np.copyto(result, scores)
         else:
-            result[...] = NEG_INF
-            result[:, self._listed] = scores
-        for processor in self.processors:
+            result = self._scatter(scores, self._lists.ids)
+        for processor in acting:
             result = processor(history, result)
         return result
 
-    def _product(self, hidden: Floats, matrix: Floats) -> Floats:
-        # For one row numpy's library uses another routine, which starts threads at a smaller size: two rows are faster.
-        rows = hidden if len(hidden) > 1 else np.repeat(hidden, 2, 0)
-        result = self._buffer("product", (len(rows), len(matrix)))
-        multiply(rows, matrix, result)
-        if self._bias is not None:
-            np.add(result, self._bias, out=result)
-        return result[: len(hidden)]
+    def _scatter(self, scores: Floats, ids: NDArray[np.int64]) -> Floats:
+        """Return scores with a column for every token."""
+        self._scattered = True
+        result = self._buffer("scattered", (len(scores), self.spec.vocab_size))
+        result[...] = NEG_INF
+        result[:, ids] = scores
+        return result
 
     def _log_sums(self, shifted: Floats) -> Floats:
         powers = self._buffer("powers", shifted.shape)
         # Forbidden tokens are -inf here, and 0 after exp.
         np.exp(shifted, out=powers)
+        if self.by_source:
+            # The columns of a row's list are at other places in another batch: the sum must not depend on their order.
+            # Whole numbers of these parts are summed without rounding.
+            np.rint(np.multiply(powers, PARTS, out=powers), out=powers)
+            total = powers.sum(-1, keepdims=True, dtype=np.float64) / PARTS
+        else:
+            total = powers.sum(-1, keepdims=True)
         # The largest power is 1, so that only the sum of forbidden tokens alone is less.
-        sums: Floats = np.log(np.maximum(powers.sum(-1, keepdims=True), 1))
+        sums: Floats = np.log(np.maximum(total, 1)).astype(np.float32)
         return sums
 
     def _buffer(self, name: str, shape: tuple[int, ...]) -> Floats:
@@ -109,17 +139,10 @@ def _largest(scores: Floats) -> Floats:
     return largest
 
 
-def multiply(rows: Floats, matrix: Floats, out: Floats) -> None:
-    """Write rows [R, M], two or more, times the rows of a matrix [n, M] into an array [R, n], in this thread only.
-
-    For a large product numpy's library would wake its own threads, which wait for cores on which onnxruntime's threads
-    spin: 5 ms instead of 0.05 were measured. So the product is cut into small ones. The matrix is used as it was read:
-    transposing it takes longer than a few steps.
-    """
-    width = max(1, IN_ONE_THREAD // rows.size)
-    for start in range(0, len(matrix), width):
-        part = slice(start, start + width)
-        np.matmul(rows, matrix[part].T, out=out[:, part])
+def _needed_logits(out: StepOut) -> Floats:
+    if out.logits is None:
+        raise SpecMismatch("the engine returned no logits although they were wanted")
+    return out.logits
 
 
 def check_numbers(scores: Floats) -> None:

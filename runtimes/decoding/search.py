@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from fatdeploy.runtimes.decoding.hypothesis import RawTarget
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.decoding.prompts import Prompt
+from fatdeploy.runtimes.decoding.shortlists import SourceLists
 from fatdeploy.runtimes.decoding.stops import Stops
 from fatdeploy.runtimes.engines.protocol import Rows, StepOut, Want
 from fatdeploy.spec import ModelSpec, Tokens
@@ -62,6 +63,7 @@ class Task:
     sources: Sequence[NDArray[np.generic]]
     prompts: Sequence[Prompt]
     stops: Stops
+    table: SourceLists | None = None  # for shortlist="auto"
 
     @cached_property
     def begins(self) -> NDArray[np.int64]:

@@ -159,7 +159,7 @@ class BeamSearch:
             return out.top_log_probs[rows, -1], out.top_ids[rows, -1]
         if not isinstance(rows, slice) and not len(rows):
             return np.empty((0, 1), np.float32), np.empty((0, 1), np.int64)
-        scores = self.scorer.log_probs(self.scorer.logits(out)[rows])
+        scores = self.scorer.log_probs(self.scorer.logits(out, self._sources())[rows])
         if self._tokens is not None:
             # As in transformers, processors change log-probabilities here, which may sum to something else than 1 then.
             read = self._tokens[: len(self.running) * self.rows, : self.place]
@@ -174,8 +174,12 @@ class BeamSearch:
             log_probs, columns = scores, np.broadcast_to(np.arange(scores.shape[1]), scores.shape)
         return log_probs, columns if self.scorer.ids is None else self.scorer.ids[columns]
 
+    def _sources(self) -> NDArray[np.int64]:
+        """Return the source of each row."""
+        return np.repeat([beams.source for beams in self.running], self.rows)
+
     def _history(self, read: Tokens, rows: Selection, chosen: Tokens) -> History:
-        sources = np.repeat([beams.source for beams in self.running], self.rows)
+        sources = self._sources()
         if not chosen.size:
             return rectangular(read, sources[rows])
         by_source = chosen[self._begun()]
