@@ -8,13 +8,14 @@ from fatdeploy.spec import ModelSpec
 from fatdeploy.targets import CpuClass, Dialect, Precision, Target
 from fatdeploy.text import TextRecord
 
-FORMAT = (1, 4)  # a reader takes any minor of its own major
+FORMAT = (1, 5)  # a reader takes any minor of its own major
 OUTPUT_MATRIX_SINCE = (1, 1)  # earlier manifests do not describe it
 MANIFEST, ENCODER, DECODER, WEIGHTS = "manifest.json", "encoder.onnx", "decoder.onnx", "weights.bin"
 GRAPHS: dict[Part, str] = {"encoder": ENCODER, "decoder": DECODER}
 TOKENIZER, PARITY, PROBES = "tokenizer.json", "parity.json", "probes.npz"
 # Quantized bundles only: the sources of the gate, and the graph that tests whether a CPU multiplies integers correctly.
 GATE, SATURATION = "gate.npz", "saturation.onnx"
+SHORTLIST = "shortlist.npz"  # which target tokens go with which source tokens, if somebody built that
 # The name, among the matrices of a Quantization, of the embedding table, which may be one of the others.
 EMBEDDING = "embedding"
 WEIGHTS_ALONE = "int8 weights"  # an integer matrix that floats are multiplied with
@@ -113,6 +114,35 @@ class GenerationRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShortlistRecord:
+    """What a bundle's shortlist was built from, its size, and how far decoding with it agrees with decoding without.
+
+    Agreement was measured on ``held_out`` lines that are not part of it: how many greedy targets stay the same, and how
+    many tokens of the targets without a shortlist are in the list of their source, ``mean_length`` tokens long.
+    """
+
+    aligned_by: Literal["attention", "co-occurrence"]
+    lines: int
+    frequent: int
+    per_token: int
+    source_tokens: int
+    entries: int
+    held_out: int
+    same_targets: int
+    tokens: int
+    listed_tokens: int
+    mean_length: float
+
+    def line(self) -> str:
+        """Return size and agreement in one line."""
+        share = self.listed_tokens / max(1, self.tokens)
+        return (
+            f"{self.mean_length:.0f} tokens per source on average; {self.same_targets} of {self.held_out} held-out "
+            f"targets unchanged, {share:.2%} of {self.tokens} tokens listed"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a bundle is, who made it and how; ``write_manifest`` fills in ``files``.
 
@@ -120,7 +150,7 @@ class Manifest:
     ``histograms`` count operators by graph, stage of the export and name. ``output_matrix`` is None if logits are not a
     hidden state times a matrix, ``quantization`` is None for fp32, fp16 and bf16, ``plans`` are the TensorRT engines
     among the files. ``text`` says how text becomes tokens; without it, a tokenizer.json among the files does.
-    ``generation`` is None if the model came without settings for decoding.
+    ``generation`` is None if the model came without settings for decoding, ``shortlist`` if nobody built one.
     """
 
     spec: ModelSpec
@@ -139,6 +169,7 @@ class Manifest:
     plans: tuple[PlanRecord, ...] = ()
     text: TextRecord | None = None
     generation: GenerationRecord | None = None
+    shortlist: ShortlistRecord | None = None
     files: dict[str, FileRecord] = field(default_factory=dict)
     format: tuple[int, int] = FORMAT
 

@@ -9,13 +9,14 @@ from time import monotonic
 from typing import Any, Literal
 
 from fatdeploy.bundle import Bundle, read_bundle
-from fatdeploy.errors import SpecMismatch
+from fatdeploy.errors import ConfigError, SpecMismatch
 from fatdeploy.runtimes.call_checks import check_call, check_list, check_streamed
 from fatdeploy.runtimes.closing import ClosedOnExit
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.loop import Decoding
 from fatdeploy.runtimes.decoding.options import OPTIONS, DecodeOptions
 from fatdeploy.runtimes.decoding.prompts import PrefixIds, Prompt, check_count, prompts_of, reasons_against
+from fatdeploy.runtimes.decoding.shortlists import SourceLists
 from fatdeploy.runtimes.decoding.sources import CheckedSources, batches_of, wrong_source
 from fatdeploy.runtimes.decoding.stops import cut_text
 from fatdeploy.runtimes.decoding.streaming import Deltas, Stream
@@ -24,6 +25,7 @@ from fatdeploy.runtimes.engines.opening import most_sources_of, opened_engine
 from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
 from fatdeploy.runtimes.engines.ort.versions import warn_of_version
 from fatdeploy.runtimes.engines.protocol import Engine
+from fatdeploy.runtimes.shortlist.table import read_table
 from fatdeploy.runtimes.text.languages import (
     DEFAULT_PAIR,
     LanguageCodes,
@@ -81,9 +83,11 @@ class Model(ClosedOnExit):
     ``options`` are the bundle's defaults: how the model's authors decode, or greedy if the model came without settings.
     """
 
-    def __init__(self, bundle: Bundle, engine: Engine[Any]) -> None:
+    def __init__(self, bundle: Bundle, engine: Engine[Any], table: SourceLists | None = None) -> None:
+        """``table`` is what ``shortlist="auto"`` reads; the default is the bundle's own."""
         self.bundle = bundle
         self._engine = engine
+        self._table = read_table(bundle) if table is None else table
         self._most_sources = most_sources_of(engine)
         self._reader = SourceReader(bundle)
         self._tokenizer = self._reader.tokenizer
@@ -234,6 +238,10 @@ class Model(ClosedOnExit):
             raise SpecMismatch("; ".join(reasons))
         return replace(tokenized, prefix=ids)
 
+    def target_ids(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a target in reading order, without special tokens around it."""
+        return self._reader.needed_tokenizer().plain_ids(text)
+
     def read_document(
         self,
         text: str,
@@ -264,6 +272,11 @@ class Model(ClosedOnExit):
         """Return options whose prefix is tokens, and the limit of new tokens; refuse what the model cannot do."""
         stated = changes if options is None else OPTIONS
         options = self.options_with(options, **changes)
+        if options.shortlist == "auto" and self._table is None and self.spec.decoding == "autoregressive":
+            raise ConfigError(
+                f"shortlist='auto' refused: {self.bundle.path} has no shortlist; build one from texts: "
+                f"fatdeploy shortlist {self.bundle.path} FILE"
+            )
         are_texts = {
             "prefix": isinstance(options.prefix, str),
             "stop": any(isinstance(stop, str) for stop in options.stop),
@@ -314,7 +327,9 @@ class Model(ClosedOnExit):
     ) -> Decoding:
         text_of = None if self._tokenizer is None else self._tokenizer.text
         checked = CheckedSources([source.ids for source in sources])
-        return Decoding(self._engine, checked, options, prefixes=prefixes, deadline=deadline, text_of=text_of)
+        return Decoding(
+            self._engine, checked, options, prefixes=prefixes, deadline=deadline, text_of=text_of, table=self._table
+        )
 
     def _completed(
         self, result: Hypothesis, source: ReadSource, options: DecodeOptions, prefix: PrefixIds
