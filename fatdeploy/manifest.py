@@ -1,5 +1,6 @@
 """The manifest of a bundle: records of what it is, who made it and how. ``bundle.py`` reads and writes it."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -54,7 +55,8 @@ class OutputMatrix:
 
     Integers have float32 scales at their own offset: one per row of V, or for ``int4`` one per ``block_size`` numbers
     of a row. ``zeros`` belong to asymmetric blocks, two per byte. ``bias`` is the offset of float32 numbers [V] that
-    are added to the product, if any.
+    are added to the product, if any. ``activation`` is the scale and the zero of the unsigned bytes that hidden states
+    become before they are multiplied with bytes; None gives each row a scale of its own.
     """
 
     offset: int
@@ -64,6 +66,7 @@ class OutputMatrix:
     zeros: int | None = None
     block_size: int | None = None
     bias: int | None = None
+    activation: tuple[float, int] | None = None
 
     def __post_init__(self) -> None:
         for name in ("offset", "scales", "zeros", "bias"):
@@ -74,6 +77,10 @@ class OutputMatrix:
             raise ValueError(f"only integers have scales, found {self.dtype} and scales at {self.scales}")
         if (self.block_size is None) != (self.dtype != "int4") or (self.block_size or 2) < 2:
             raise ValueError(f"only int4 has blocks, of 2 or more, found {self.dtype} with {self.block_size}")
+        if self.activation is not None:
+            scale, zero = self.activation
+            if self.dtype != "int8" or not 0 < scale < math.inf or not 0 <= zero <= 255:
+                raise ValueError(f"activation of int8 is a scale above 0 and a zero in 0…255, found {scale} and {zero}")
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from time import monotonic
 from typing import Any, Literal
 
 from fatdeploy.bundle import Bundle, read_bundle
-from fatdeploy.errors import ConfigError, SpecMismatch
-from fatdeploy.runtimes.call_checks import check_call, check_list, check_streamed
+from fatdeploy.errors import SpecMismatch
+from fatdeploy.runtimes.call_checks import check_call, check_list, check_shortlist, check_streamed
 from fatdeploy.runtimes.closing import ClosedOnExit
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.loop import Decoding
@@ -272,11 +272,7 @@ class Model(ClosedOnExit):
         """Return options whose prefix is tokens, and the limit of new tokens; refuse what the model cannot do."""
         stated = changes if options is None else OPTIONS
         options = self.options_with(options, **changes)
-        if options.shortlist == "auto" and self._table is None and self.spec.decoding == "autoregressive":
-            raise ConfigError(
-                f"shortlist='auto' refused: {self.bundle.path} has no shortlist; build one from texts: "
-                f"fatdeploy shortlist {self.bundle.path} FILE"
-            )
+        check_shortlist(options, self.bundle, self._table)
         are_texts = {
             "prefix": isinstance(options.prefix, str),
             "stop": any(isinstance(stop, str) for stop in options.stop),

@@ -33,6 +33,7 @@ class ExportArguments(BuildArguments):
     cpu: str
     calibration: Path | None
     probes: Path | None
+    shortlist_from: tuple[Path, ...]
     recover: bool
     min_agreement: float
     max_loss: float
@@ -48,6 +49,7 @@ class ExportArguments(BuildArguments):
 Examples:
   fatdeploy export ./opus-mt-zh-en --out zh-en
   fatdeploy export ./opus-mt-zh-en --out zh-en.int8 --precision int8 --calibration some.zh --probes others.zh
+  fatdeploy export ./opus-mt-zh-en --out zh-en --shortlist-from news.zh
   fatdeploy export g2p --out g2p.bundle
   fatdeploy export fat-small --out fat-small.bundle
   fatdeploy export my-checkpoint --out my-model --force
@@ -132,6 +134,12 @@ Examples:
 )
 @click.option("--calibration", type=click.Path(path_type=Path), help="File of sources for the ranges of activations.")
 @click.option("--probes", type=click.Path(path_type=Path), help="File of sources or pairs that the gate compares.")
+@click.option(
+    "--shortlist-from",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="File of sources or pairs from which the bundle gets a shortlist (see: fatdeploy shortlist). May be repeated.",
+)
 @click.option("--recover", is_flag=True, help="Keep the fewest matrices in a higher precision that pass the gate.")
 @click.option(
     "--min-agreement",
@@ -195,6 +203,7 @@ def export(
         convert_tokenizer=chosen["tokenizer"] == "convert",
         calibration=chosen["calibration"],
         probes=chosen["probes"],
+        shortlist_from=chosen["shortlist_from"],
         engines=engines_of(target, chosen),
         force=force,
         progress=show_stage,
@@ -208,6 +217,8 @@ def export(
         click.echo(f"{out}: {certificate.original.line()}")
     if certificate.gate is not None:
         click.echo(f"{out}: {certificate.gate.line(bundle.manifest.precision)}")
+    if bundle.manifest.shortlist is not None:
+        click.echo(f"{out}: shortlist of {bundle.manifest.shortlist.line()}")
     for line in engine_lines(bundle):
         click.echo(f"{out}: {line}")
     if not chosen["build"]:

@@ -166,7 +166,10 @@ class Quantizer:
         names = {matrix.name for matrix in self.matrices}
         kind = quantization.matrices[OUTPUT] if OUTPUT in names else "fp32"
         precision: MatrixPrecision = "int4" if kind == "int4" else "int8" if kind.startswith("int8") else "fp32"
-        return placed_integers(matrix, precision, quantization.weight_bits, folder)
+        placed = placed_integers(matrix, precision, quantization.weight_bits, folder)
+        [output] = [entry for entry in self.matrices if entry.name == OUTPUT] or [None]
+        activations = None if output is None or kind != "int8 static" else self._recipe(output, "int8").activations
+        return placed if activations is None else replace(placed, activation=(activations.scale, activations.zero))
 
     def _tried(self, folder: Path, precisions: Mapping[str, MatrixPrecision]) -> Judged:
         quantization = self._write(folder, precisions)

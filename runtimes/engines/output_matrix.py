@@ -56,6 +56,11 @@ class StoredMatrix:
         """Whether a row is bytes with one scale."""
         return self._matrix.dtype == "int8"
 
+    @property
+    def activation(self) -> tuple[float, int] | None:
+        """The scale and the zero of hidden states as bytes; None if each row has a scale of its own."""
+        return self._matrix.activation
+
     def rows(self, ids: Ids) -> Floats:
         """Return rows [n, M] as float32, the type of hidden states."""
         if self.has_byte_rows:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -56,18 +57,18 @@ def build_shortlist(
     sizes: Sizes = DEFAULT_SIZES,
     as_ids: bool = False,
     truncate: bool = False,
-    threads: int | None = None,
     force: bool = False,
     progress: Callable[[int], None] | None = None,
+    **engine_options: Any,
 ) -> ShortlistRecord:
     """Build the shortlist of a bundle from files of sources or pairs, store it there, and return its record.
 
-    ``progress`` is called with the number of lines that another pass has read; there are two passes. A failure leaves
-    the bundle as it was.
+    ``progress`` is called with the number of lines that another pass has read; there are two passes. Further keywords
+    are those of ``fatdeploy.load``: threads, providers and so on. A failure leaves the bundle as it was.
     """
     bundle = read_bundle(path)
     check_possible(bundle, force=force)
-    with closing(opened_engine(bundle, threads=threads)) as engine:
+    with closing(opened_engine(bundle, **engine_options)) as engine:
         model = Model(bundle, engine)
         lines = [line for file in files for line in lines_of(model, Path(file), as_ids=as_ids, truncate=truncate)]
         table, record = built_table(model, engine, lines, sizes, progress)
@@ -81,6 +82,11 @@ def check_possible(bundle: Bundle, *, force: bool) -> None:
         raise ConfigError(f"{bundle.path} is a parallel model, which chooses all tokens at once: it needs no shortlist")
     if SHORTLIST in bundle.manifest.files and not force:
         raise ConfigError(f"{bundle.path} has a shortlist already: pass --force (force=True) to replace it")
+
+
+def count_lines(path: Path) -> int:
+    """Return the number of lines of a file of sources or pairs; raise if it is none."""
+    return len(read_sources(path))
 
 
 def lines_of(model: Model, path: Path, *, as_ids: bool = False, truncate: bool = False) -> list[Line]:

@@ -15,11 +15,11 @@ from fatdeploy.runtimes.engines.output_matrix import StoredMatrix, stored_matrix
 from fatdeploy.runtimes.engines.protocol import Floats, Ids, OutputProduct
 
 HIDDEN, ROWS, SCORES = "hidden", "rows", "scores"
-UNIT, SCALES, ZERO = "unit", "scales", "zero"
+UNIT, SCALES, ZERO, BIAS = "unit", "scales", "zero", "bias"
 _INT = 2  # the type number of an integer attribute in onnx.proto
-LEVELS = 127  # of each sign
-MIDDLE = 128  # the unsigned byte that stands for zero
-TINY = np.finfo(np.float32).tiny * LEVELS
+# Where each row has a scale of its own: levels of each sign, and the byte that stands for zero.
+LEVELS, MIDDLE, HIGHEST = 127, 128, 255
+TINY, STEP = np.finfo(np.float32).tiny * np.float32(LEVELS), np.float32(1 / LEVELS)
 # numpy transposes a matrix of bytes five times faster in strips.
 STRIP = 64
 
@@ -38,13 +38,14 @@ def product_graph(*, integers: bool) -> bytes:
         node = node_bytes("Gemm", [HIDDEN, ROWS], SCORES, part(1, b"transB") + number(3, 1) + number(20, _INT))
         inputs = [value_bytes(HIDDEN, "float32", ("r", "m")), value_bytes(ROWS, "float32", ("n", "m"))]
         return model_bytes([node], inputs, [scores])
-    node = node_bytes("MatMulIntegerToFloat", [HIDDEN, ROWS, UNIT, SCALES, ZERO], SCORES, domain=CONTRIB)
+    node = node_bytes("MatMulIntegerToFloat", [HIDDEN, ROWS, UNIT, SCALES, ZERO, "", BIAS], SCORES, domain=CONTRIB)
     inputs = [
         value_bytes(HIDDEN, "uint8", ("r", "m")),
         value_bytes(ROWS, "int8", ("m", "n")),
         value_bytes(UNIT, "float32", ()),
         value_bytes(SCALES, "float32", ("n",)),
         value_bytes(ZERO, "uint8", ()),
+        value_bytes(BIAS, "float32", ("n",)),
     ]
     return model_bytes([node], inputs, [scores])
 
@@ -76,35 +77,48 @@ class FloatProduct:
 
 
 class ByteProduct:
-    """A product of integers: each hidden state has a scale of its own, so that no row depends on another.
+    """A product of integers as the bundle's decoder graph computes it: it gives the same bits as the logits.
 
     Sums of integers are exact. What follows are operations on single numbers, which do not depend on the place of a
-    column among others: the result is the same bits whatever else is multiplied.
+    column among others: the result is the same whatever else is multiplied.
     """
 
     def __init__(self, matrix: StoredMatrix, session: Any) -> None:
         self._matrix, self._session = matrix, session
         self._feeds: dict[str, Any] = {}
-        self._bias: Floats | None = None
+        self._bias: Floats | None = None  # of rows that have scales of their own
 
     def choose(self, ids: Ids) -> None:
         """Multiply with the rows of these ids from now on."""
         rows, scales = self._matrix.byte_rows(ids)
+        scale, zero = self._matrix.activation or (1.0, MIDDLE)
+        bias = self._matrix.bias(ids)
         self._feeds = {
             ROWS: _transposed(rows),
             SCALES: scales,
-            UNIT: np.array(1, np.float32),
-            ZERO: np.array(MIDDLE, np.uint8),
+            UNIT: np.array(scale, np.float32),
+            ZERO: np.array(zero, np.uint8),
+            BIAS: np.zeros(len(ids), np.float32),
         }
-        self._bias = self._matrix.bias(ids)
+        if self._matrix.activation is None:
+            self._bias = bias
+        elif bias is not None:
+            self._feeds[BIAS] = bias
 
     def __call__(self, hidden: Floats) -> Floats:
         """Return hidden states [R, M] times the chosen rows, plus their bias, [R, n]."""
-        steps: Floats = np.maximum(np.abs(hidden).max(-1, keepdims=True), TINY) / np.float32(LEVELS)
-        values = (np.rint(hidden / steps) + np.float32(MIDDLE)).astype(np.uint8)
-        scores: Floats = self._session.run(None, {HIDDEN: values, **self._feeds})[0]
+        if self._matrix.activation is not None:
+            return self._product(hidden)
+        steps: Floats = np.maximum(np.abs(hidden).max(-1, keepdims=True), TINY) * STEP
+        scores = self._product(hidden / steps)
         np.multiply(scores, steps, out=scores)
         return scores if self._bias is None else np.add(scores, self._bias, out=scores)
+
+    def _product(self, hidden: Floats) -> Floats:
+        levels = np.rint(hidden / self._feeds[UNIT])
+        np.clip(np.add(levels, self._feeds[ZERO], out=levels), 0, HIGHEST, out=levels)
+        scores: Floats = self._session.run(None, {HIDDEN: levels.astype(np.uint8), **self._feeds})[0]
+        return scores
 
 
 def _transposed(rows: NDArray[np.int8]) -> NDArray[np.int8]:
