@@ -161,7 +161,10 @@ def _generation_rows(generation: GenerationRecord) -> Iterator[tuple[str, ...]]:
 
 def _shortlist_rows(bundle: Bundle, record: ShortlistRecord) -> Iterator[tuple[str, ...]]:
     size = bundle.manifest.files[SHORTLIST].size if SHORTLIST in bundle.manifest.files else 0
-    yield "size", f"{record.frequent:,} frequent tokens, {record.entries:,} of {record.source_tokens:,} source tokens"
+    yield (
+        "size",
+        f"{record.frequent:,} frequent tokens, {record.entries:,} more for {record.source_tokens:,} source tokens",
+    )
     yield "stored", f"{size / 1e6:.2f} MB, from {record.lines:,} lines, aligned by {record.aligned_by}"
     yield "agreement", record.line()
 

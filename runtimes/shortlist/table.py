@@ -30,13 +30,17 @@ class LexicalTable:
     copies: bool
 
     def targets_of(self, source: Ids) -> Ids:
-        """Return the target tokens of a source's tokens, beyond the frequent ones."""
+        """Return the target tokens of a source's tokens, beyond the frequent ones; some may occur twice."""
         tokens = np.unique(source)
         places = np.searchsorted(self.sources, tokens)
         inside = places < len(self.sources)
         known = places[inside][self.sources[places[inside]] == tokens[inside]].tolist()
         parts = [self.targets[self.starts[place] : self.starts[place + 1]] for place in known]
         return np.concatenate([*parts, tokens if self.copies else tokens[:0]])
+
+    def entries_of(self, token: int) -> Ids:
+        """Return the target tokens of one source token, beyond the frequent ones."""
+        return np.setdiff1d(self.targets_of(np.array([token])), self.frequent)
 
 
 def copies_of(spec: ModelSpec) -> bool:

@@ -31,6 +31,7 @@ from fatdeploy.machine import Machine
 from fatdeploy.manifest import FORMAT, PARITY
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.proof.promise import promise_of
+from fatdeploy.runtimes.shortlist.table import read_table
 
 DATA = Path(__file__).parents[1] / "data" / "bundles"
 FORMATS = sorted(path.name for path in DATA.iterdir())
@@ -218,3 +219,14 @@ def test_impossible_counts_are_refused(copied: Bundle) -> None:
     values["gate"]["agreement"] |= {"same_tokens": 7, "tokens": 3}
     with pytest.raises(BundleError, match=r"gate\.agreement: expected some of at least one token, found 7 of 3"):
         read_certificate(rewritten(copied, values))
+
+
+def test_a_bundle_with_a_shortlist_keeps_it() -> None:
+    with fatdeploy.load(DATA / "1.5", threads=1) as model:
+        record = model.bundle.manifest.shortlist
+        assert record is not None
+        assert (record.lines, record.held_out, record.frequent) == (27, 3, 10)
+        (listed,) = model.generate([SOURCE], max_new_tokens=8, shortlist="auto")
+    table = read_table(model.bundle)
+    assert table is not None
+    assert set(listed.tokens) <= {*table.frequent.tolist(), *table.targets_of(np.array(SOURCE)).tolist()}
