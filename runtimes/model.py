@@ -16,7 +16,6 @@ from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.loop import Decoding
 from fatdeploy.runtimes.decoding.options import OPTIONS, DecodeOptions
 from fatdeploy.runtimes.decoding.prompts import PrefixIds, Prompt, check_count, prompts_of, reasons_against
-from fatdeploy.runtimes.decoding.shortlists import SourceLists
 from fatdeploy.runtimes.decoding.sources import CheckedSources, batches_of, wrong_source
 from fatdeploy.runtimes.decoding.stops import cut_text
 from fatdeploy.runtimes.decoding.streaming import Deltas, Stream
@@ -25,6 +24,7 @@ from fatdeploy.runtimes.engines.opening import most_sources_of, opened_engine
 from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
 from fatdeploy.runtimes.engines.ort.versions import warn_of_version
 from fatdeploy.runtimes.engines.protocol import Engine
+from fatdeploy.runtimes.shortlist.lists import SourceLists
 from fatdeploy.runtimes.shortlist.table import read_table
 from fatdeploy.runtimes.text.languages import (
     DEFAULT_PAIR,

@@ -167,9 +167,11 @@ class Quantizer:
         kind = quantization.matrices[OUTPUT] if OUTPUT in names else "fp32"
         precision: MatrixPrecision = "int4" if kind == "int4" else "int8" if kind.startswith("int8") else "fp32"
         placed = placed_integers(matrix, precision, quantization.weight_bits, folder)
-        [output] = [entry for entry in self.matrices if entry.name == OUTPUT] or [None]
-        activations = None if output is None or kind != "int8 static" else self._recipe(output, "int8").activations
-        return placed if activations is None else replace(placed, activation=(activations.scale, activations.zero))
+        if kind != "int8 static":
+            return placed
+        [output] = [entry for entry in self.matrices if entry.name == OUTPUT]
+        chosen = self._recipe(output, "int8").activations
+        return placed if chosen is None else replace(placed, activation=(chosen.scale, chosen.zero))
 
     def _tried(self, folder: Path, precisions: Mapping[str, MatrixPrecision]) -> Judged:
         quantization = self._write(folder, precisions)

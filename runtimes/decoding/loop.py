@@ -16,10 +16,10 @@ from fatdeploy.runtimes.decoding.prompts import PrefixIds, prompts_of
 from fatdeploy.runtimes.decoding.row_search import RowSearch
 from fatdeploy.runtimes.decoding.scoring import Scorer
 from fatdeploy.runtimes.decoding.search import Search, Task
-from fatdeploy.runtimes.decoding.shortlists import SourceLists, shortlists_of
 from fatdeploy.runtimes.decoding.sources import CheckedSources, SourceIds, checked_sources, padded
 from fatdeploy.runtimes.decoding.stops import Stops, TextOf
 from fatdeploy.runtimes.engines.protocol import Capacity, Engine, State, Want
+from fatdeploy.runtimes.shortlist.lists import SourceLists, shortlists_of
 from fatdeploy.spec import Tokens
 
 

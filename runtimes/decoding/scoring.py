@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from fatdeploy.errors import ConfigError, SpecMismatch
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.decoding.processors.protocol import NEG_INF, History, Occasional, Processor
-from fatdeploy.runtimes.decoding.shortlists import Shortlists, product_of, shortlists_of
 from fatdeploy.runtimes.engines.protocol import Engine, Floats, State, StepOut, Want
+from fatdeploy.runtimes.shortlist.lists import Shortlists, product_of, shortlists_of
 
 LOWEST = np.finfo(np.float32).min
 # Of a power, which is at most 1: 131,072 of them are fewer parts than a float64 counts.

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from fatdeploy.runtimes.decoding.hypothesis import RawTarget
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.decoding.prompts import Prompt
-from fatdeploy.runtimes.decoding.shortlists import SourceLists
 from fatdeploy.runtimes.decoding.stops import Stops
 from fatdeploy.runtimes.engines.protocol import Rows, StepOut, Want
+from fatdeploy.runtimes.shortlist.lists import SourceLists
 from fatdeploy.spec import ModelSpec, Tokens
 
 # Rows of the engine: all of them, or their indices.

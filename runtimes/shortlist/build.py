@@ -40,7 +40,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Line:
+class ReadLine:
     """A source that the model can read, and its target in reading order without EOS if the file has one."""
 
     source: ReadSource
@@ -89,14 +89,14 @@ def count_lines(path: Path) -> int:
     return len(read_sources(path))
 
 
-def lines_of(model: Model, path: Path, *, as_ids: bool = False, truncate: bool = False) -> list[Line]:
+def lines_of(model: Model, path: Path, *, as_ids: bool = False, truncate: bool = False) -> list[ReadLine]:
     """Return the lines of a file as tokens; one error lists all that the model cannot read."""
     lines, wrong = [], []
     pairs = read_sources(path)
     for number, (source, target) in enumerate(pairs, 1):
         try:
             tokens = None if target is None else _target_ids(model, target, as_ids)
-            lines.append(Line(model.read(_plain(source, as_ids), truncate=truncate), tokens))
+            lines.append(ReadLine(model.read(_plain(source, as_ids), truncate=truncate), tokens))
         except SpecMismatch as error:
             wrong.append(f"source {error} at line {number}")
         except ConfigError as error:
@@ -111,7 +111,7 @@ def lines_of(model: Model, path: Path, *, as_ids: bool = False, truncate: bool =
 def built_table(
     model: Model,
     engine: Engine[State],
-    lines: Sequence[Line],
+    lines: Sequence[ReadLine],
     sizes: Sizes,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[LexicalTable, ShortlistRecord]:
@@ -131,7 +131,11 @@ def built_table(
         per_token=sizes.per_token,
         source_tokens=len(table.sources),
         entries=len(table.targets),
-        **measured,
+        held_out=len(held),
+        same_targets=measured.same_targets,
+        tokens=measured.tokens,
+        listed_tokens=measured.listed_tokens,
+        mean_length=measured.mean_length,
     )
     return table, record
 
@@ -158,8 +162,8 @@ def _target_ids(model: Model, text: str, as_ids: bool) -> tuple[int, ...]:
 
 
 def _with_targets(
-    model: Model, lines: Sequence[Line], held: set[int], progress: Callable[[int], None] | None
-) -> list[Line]:
+    model: Model, lines: Sequence[ReadLine], held: set[int], progress: Callable[[int], None] | None
+) -> list[ReadLine]:
     """Return lines with the model's own greedy targets where they have none, and where they measure the table."""
     missing = [index for index, line in enumerate(lines) if line.target is None or index in held]
     results = model.generate([lines[index].source for index in missing], num_beams=1, progress=progress)
@@ -171,7 +175,9 @@ def _with_targets(
     return complete
 
 
-def _aligned(engine: Engine[State], lines: Sequence[Line], progress: Callable[[int], None] | None) -> list[AlignedLine]:
+def _aligned(
+    engine: Engine[State], lines: Sequence[ReadLine], progress: Callable[[int], None] | None
+) -> list[AlignedLine]:
     """Return what the model would choose at each step of the lines' targets."""
     lengths = [len(line.source.ids) for line in lines]
     steps = [len(line.target or ()) + 1 for line in lines]
@@ -183,7 +189,7 @@ def _aligned(engine: Engine[State], lines: Sequence[Line], progress: Callable[[i
     return aligned
 
 
-def _aligned_batch(engine: Engine[State], lines: Sequence[Line]) -> list[AlignedLine]:
+def _aligned_batch(engine: Engine[State], lines: Sequence[ReadLine]) -> list[AlignedLine]:
     spec = engine.spec
     targets = [_in_order_of_generation(line, engine) for line in lines]
     longest = max(len(target) for target in targets)
@@ -210,28 +216,37 @@ def _aligned_batch(engine: Engine[State], lines: Sequence[Line]) -> list[Aligned
         engine.release(state)
 
 
-def _own_attention(attention: Floats, line: Line, steps: int) -> Floats:
+def _own_attention(attention: Floats, line: ReadLine, steps: int) -> Floats:
     return np.array(attention[:steps, : len(line.source.ids)])
 
 
-def _in_order_of_generation(line: Line, engine: Engine[State]) -> Ids:
+def _in_order_of_generation(line: ReadLine, engine: Engine[State]) -> Ids:
     target = line.target or ()
     ordered = target[::-1] if engine.spec.target_order == "right_to_left" else target
     return np.array([*ordered, engine.spec.eos_id][: engine.spec.max_target], np.int64)
 
 
-def _measured(model: Model, lines: Sequence[Line], table: LexicalTable) -> dict[str, int | float]:
-    """Return how far the model agrees with itself on lines that the table has not seen."""
+@dataclass(frozen=True)
+class TableAgreement:
+    """How far a model with a table agrees with itself without one."""
+
+    same_targets: int
+    tokens: int
+    listed_tokens: int
+    mean_length: float
+
+
+def _measured(model: Model, lines: Sequence[ReadLine], table: LexicalTable) -> TableAgreement:
+    """Return what lines that a table has not seen show about it."""
     results = model.generate([line.source for line in lines], num_beams=1, shortlist="auto")
     lists = [_list_of(table, line.source) for line in lines]
-    found = [np.isin(np.array(line.target, np.int64), ids) for line, ids in zip(lines, lists, strict=True)]
-    return {
-        "held_out": len(lines),
-        "same_targets": sum(result.tokens == line.target for result, line in zip(results, lines, strict=True)),
-        "tokens": sum(len(row) for row in found),
-        "listed_tokens": int(sum(row.sum() for row in found)),
-        "mean_length": float(np.mean([len(ids) for ids in lists])),
-    }
+    listed = [np.isin(np.array(line.target, np.int64), ids) for line, ids in zip(lines, lists, strict=True)]
+    return TableAgreement(
+        same_targets=sum(result.tokens == line.target for result, line in zip(results, lines, strict=True)),
+        tokens=sum(len(row) for row in listed),
+        listed_tokens=int(sum(row.sum() for row in listed)),
+        mean_length=float(np.mean([len(ids) for ids in lists])),
+    )
 
 
 def _list_of(table: LexicalTable, source: ReadSource) -> Ids:

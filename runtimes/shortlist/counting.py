@@ -83,7 +83,8 @@ class TokenCounts:
             keys = (line.source * self.spec.vocab_size)[None] + targets[:, None]
             pairs.append((keys.ravel(), (weights[:, None] * attention[steps]).ravel()))
         keys, places = np.unique(np.concatenate([keys for keys, _ in pairs]), return_inverse=True)
-        return keys, np.bincount(places, np.concatenate([weights for _, weights in pairs]))
+        counts: Weights = np.bincount(places, np.concatenate([weights for _, weights in pairs])).astype(np.float64)
+        return keys, counts
 
     def _parts(self) -> Iterator["_Pairs"]:
         for start in range(0, len(self.lines), LINES):

@@ -26,8 +26,8 @@ from fatdeploy.runtimes.decoding.processors.repetition import (
 )
 from fatdeploy.runtimes.decoding.prompts import Prompt
 from fatdeploy.runtimes.decoding.search import Task
-from fatdeploy.runtimes.decoding.shortlists import without_never_chosen
 from fatdeploy.runtimes.engines.protocol import Floats
+from fatdeploy.runtimes.shortlist.lists import without_never_chosen
 
 
 def processors_of(task: Task) -> list[Processor]:

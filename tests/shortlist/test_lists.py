@@ -12,9 +12,9 @@ from fatdeploy.errors import ConfigError
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
-from fatdeploy.runtimes.decoding.shortlists import Shortlists, shortlists_of
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.engines.protocol import Floats, Ids
+from fatdeploy.runtimes.shortlist.lists import Shortlists, shortlists_of
 from fatdeploy.spec import Tokens
 from tests.support.bundles import bundle_of
 from tests.support.quantized import quantized_of
