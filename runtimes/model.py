@@ -14,7 +14,7 @@ from fatdeploy.runtimes.bulk.crews import Crews
 from fatdeploy.runtimes.bulk.jobs import Job
 from fatdeploy.runtimes.bulk.sharing import crews_of, shared_out
 from fatdeploy.runtimes.bulk.workers import Workers
-from fatdeploy.runtimes.call_checks import check_call, check_list, check_streamed
+from fatdeploy.runtimes.call_checks import check_call, check_list, check_shortlist, check_streamed
 from fatdeploy.runtimes.closing import ClosedOnExit
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.loop import Decoding, task_of
@@ -28,6 +28,8 @@ from fatdeploy.runtimes.engines.opening import opened_engine
 from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
 from fatdeploy.runtimes.engines.ort.versions import warn_of_version
 from fatdeploy.runtimes.engines.protocol import Engine
+from fatdeploy.runtimes.shortlist.lists import SourceLists
+from fatdeploy.runtimes.shortlist.table import read_table
 from fatdeploy.runtimes.text.languages import (
     DEFAULT_PAIR,
     LanguageCodes,
@@ -81,9 +83,13 @@ class Model(ClosedOnExit):
     ``options`` are the bundle's defaults: how the model's authors decode, or greedy if the model came without settings.
     """
 
-    def __init__(self, bundle: Bundle, engine: Engine[Any], crews: Crews | None = None) -> None:
+    def __init__(
+        self, bundle: Bundle, engine: Engine[Any], crews: Crews | None = None, *, table: SourceLists | None = None
+    ) -> None:
+        """``table`` is what ``shortlist="auto"`` reads; the default is the bundle's own."""
         self.bundle = bundle
         self._engine, self._crews = engine, crews
+        self._table = read_table(bundle) if table is None else table
         self._reader = SourceReader(bundle)
         self._tokenizer = self._reader.tokenizer
         self.options = default_options(bundle)
@@ -228,6 +234,10 @@ class Model(ClosedOnExit):
             raise SpecMismatch("; ".join(reasons))
         return replace(tokenized, prefix=ids)
 
+    def target_ids(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a target in reading order, without special tokens around it."""
+        return self._reader.needed_tokenizer().plain_ids(text)
+
     def read_document(
         self,
         text: str,
@@ -260,6 +270,7 @@ class Model(ClosedOnExit):
         """Return options whose prefix is tokens, and the limit of new tokens; refuse what the model cannot do."""
         stated = changes if options is None else OPTIONS
         options = self.options_with(options, **changes)
+        check_shortlist(options, self.bundle, self._table)
         are_texts = {
             "prefix": isinstance(options.prefix, str),
             "stop": any(isinstance(stop, str) for stop in options.stop),
@@ -294,11 +305,10 @@ class Model(ClosedOnExit):
         """Return the sources that may decode together, with the options of their language."""
         jobs = []
         for own, rows in grouped_rows(self._reader.languages, [source.pair for source in sources], options):
-            checked, prefixes = (
-                CheckedSources([sources[row].ids for row in rows]),
-                [prompts[row].prefix for row in rows],
-            )
-            jobs.append(Job(task_of(self.spec, checked, own, prefixes=prefixes, text_of=self._text_of), rows))
+            checked = CheckedSources([sources[row].ids for row in rows])
+            prefixes = [prompts[row].prefix for row in rows]
+            task = task_of(self.spec, checked, own, prefixes=prefixes, text_of=self._text_of, table=self._table)
+            jobs.append(Job(task, rows))
         return jobs
 
     def _decoding(
@@ -309,7 +319,15 @@ class Model(ClosedOnExit):
         deadline: float | None = None,
     ) -> Decoding:
         checked = CheckedSources([source.ids for source in sources])
-        return Decoding(self._engine, checked, options, prefixes=prefixes, deadline=deadline, text_of=self._text_of)
+        return Decoding(
+            self._engine,
+            checked,
+            options,
+            prefixes=prefixes,
+            deadline=deadline,
+            text_of=self._text_of,
+            table=self._table,
+        )
 
     @property
     def _text_of(self) -> TextOf | None:
