@@ -14,7 +14,7 @@ from fatdeploy.runtimes.commands.progress import progress_bar
     epilog="""\b
 Examples:
   fatdeploy shortlist zh-en news.zh
-  fatdeploy shortlist zh-en news.zh talks.zh --per-token 50 --frequent 4000
+  fatdeploy shortlist zh-en news.zh talks.zh --per-token 100 --frequent 4000
   fatdeploy shortlist zh-en pairs.tsv --force
   fatdeploy shortlist my-model ids.txt --ids --json
 then
@@ -25,10 +25,10 @@ then
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE...")
 @click.option(
     "--per-token",
-    default=20,
+    default=50,
     show_default=True,
     type=click.IntRange(1),
-    help="Most target tokens of each source token, besides the frequent ones.",
+    help="Most target tokens of each source token.",
 )
 @click.option(
     "--frequent",

@@ -36,7 +36,7 @@ log = logging.getLogger("fatdeploy")
 class Sizes:
     """How many target tokens a table has: per source token, and for every source."""
 
-    per_token: int = 20
+    per_token: int = 50
     frequent: int = 8000
 
 

@@ -42,21 +42,20 @@ class TokenCounts:
     lines: list[AlignedLine] = field(default_factory=list)
 
     def table(self, *, per_token: int, frequent: int, copies: bool) -> LexicalTable:
-        """Return the most frequent target tokens, and at most ``per_token`` others for each source token."""
+        """Return the most frequent target tokens, and the best ``per_token`` of each source token without these."""
         spec = self.spec
         often = np.bincount(np.concatenate([line.ids.ravel() for line in self.lines]), minlength=spec.vocab_size)
         often[[*spec.silent_ids]] = 0
         base = np.sort(np.argsort(-often, kind="stable")[: min(frequent, int(np.count_nonzero(often)))])
         keys, counts = self._pairs()
-        allowed = ~np.isin(keys % spec.vocab_size, [*base.tolist(), *spec.silent_ids])
-        keys, counts = keys[allowed], counts[allowed]
-        sources = keys // spec.vocab_size
+        sources, targets = np.divmod(keys, spec.vocab_size)
         order = np.lexsort((-counts, sources))
         ranks = np.arange(len(keys)) - np.searchsorted(sources, sources)
         kept = np.sort(order[ranks < per_token])
+        kept = kept[~np.isin(targets[kept], [*base.tolist(), *spec.silent_ids])]
         tokens, starts = np.unique(sources[kept], return_index=True)
         ends = np.append(starts, len(kept))
-        return LexicalTable(base, tokens, ends, keys[kept] % spec.vocab_size, copies)
+        return LexicalTable(base, tokens, ends, targets[kept], copies)
 
     def _pairs(self) -> tuple[Ids, Weights]:
         """Return keys, source times vocabulary plus target, in order, and how often each pair belongs together."""

@@ -75,7 +75,7 @@ def test_source_tokens_find_the_choices_that_occur_with_them() -> None:
         6: [13],
         7: [],
     }
-    frequent = TokenCounts(bundle_of("transformer-tiny").spec, lines).table(per_token=2, frequent=1, copies=True)
+    frequent = TokenCounts(bundle_of("transformer-tiny").spec, lines).table(per_token=3, frequent=1, copies=True)
     assert frequent.frequent.tolist() == [10]
     # The frequent one is not stored again, and a source token may be a target token.
     assert sorted(frequent.targets_of(np.array([3]))) == [3, 11, 12]
