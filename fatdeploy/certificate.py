@@ -139,6 +139,9 @@ class MatrixPlan:
     in_bytes: bool = False
 
 
+SINCE_PLANS = ("by_metric", "rows", "plan")
+
+
 @dataclass(frozen=True, kw_only=True)
 class GateResult:
     """What the gate measured for a quantized bundle, and the bar that it had to reach if ``enforced``.
@@ -272,6 +275,9 @@ class Certificate:
         own = values["own_graphs"]
         if own is not None:
             values["own_graphs"] = {"executed": own["executed"], **(own["parity"] or {})}
+        if self.gate is not None and not self.gate.plan:
+            # Written before there were plans.
+            values["gate"] = {name: values["gate"][name] for name in values["gate"] if name not in SINCE_PLANS}
         return {name: value for name, value in values.items() if value is not None and value != []}
 
     def needed_gate(self, path: Path) -> GateResult:

@@ -12,16 +12,17 @@ from fatdeploy.bundle import Bundle, read_bundle
 from fatdeploy.errors import SpecMismatch
 from fatdeploy.runtimes.bulk.crews import Crews
 from fatdeploy.runtimes.bulk.jobs import Job
-from fatdeploy.runtimes.bulk.sharing import crews_of, shared_out
+from fatdeploy.runtimes.bulk.sharing import Sharing, crews_of
 from fatdeploy.runtimes.bulk.workers import Workers
 from fatdeploy.runtimes.call_checks import check_call, check_list, check_shortlist, check_streamed
 from fatdeploy.runtimes.closing import ClosedOnExit
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
-from fatdeploy.runtimes.decoding.loop import Decoding, task_of
+from fatdeploy.runtimes.decoding.loop import Decoding
 from fatdeploy.runtimes.decoding.options import OPTIONS, DecodeOptions
 from fatdeploy.runtimes.decoding.prompts import PrefixIds, Prompt, check_count, prompts_of, reasons_against
+from fatdeploy.runtimes.decoding.search import Task
 from fatdeploy.runtimes.decoding.sources import CheckedSources, wrong_source
-from fatdeploy.runtimes.decoding.stops import TextOf, cut_text
+from fatdeploy.runtimes.decoding.stops import Stops, TextOf, text_of_result
 from fatdeploy.runtimes.decoding.streaming import Deltas, Stream
 from fatdeploy.runtimes.defaults import changed_options, check_names, default_options, within_room
 from fatdeploy.runtimes.engines.opening import opened_engine
@@ -90,6 +91,7 @@ class Model(ClosedOnExit):
         self.bundle = bundle
         self._engine, self._crews = engine, crews
         self._table = read_table(bundle) if table is None else table
+        self._sharing = Sharing(engine, crews)
         self._reader = SourceReader(bundle)
         self._tokenizer = self._reader.tokenizer
         self.options = default_options(bundle)
@@ -144,7 +146,7 @@ class Model(ClosedOnExit):
         prompts = self._prompts(prefixes, readable, options)
         results = [Hypothesis((), "cancelled")] * len(readable)
         jobs = self._jobs(readable, prompts, options)
-        engine, n_workers = shared_out(jobs, self._engine, self._crews, batch_tokens, hurried=deadline is not None)
+        engine, n_workers = self._sharing.shared_out(jobs, batch_tokens, hurried=deadline is not None)
         Workers(engine, jobs, results, deadline=deadline, progress=progress).run(n_workers)
         completed = [
             self._completed(result, source, options, prompt.prefix)
@@ -305,10 +307,11 @@ class Model(ClosedOnExit):
         """Return the sources that may decode together, with the options of their language."""
         jobs = []
         for own, rows in grouped_rows(self._reader.languages, [source.pair for source in sources], options):
-            checked = CheckedSources([sources[row].ids for row in rows])
-            prefixes = [prompts[row].prefix for row in rows]
-            task = task_of(self.spec, checked, own, prefixes=prefixes, text_of=self._text_of, table=self._table)
-            jobs.append(Job(task, rows))
+            begins, prefixes = [prompts[row] for row in rows], [prompts[row].prefix for row in rows]
+            if own is not options:  # a language may have its own first token
+                begins = prompts_of(own, self.spec, prefixes, len(rows))
+            ids, stops = [sources[row].ids for row in rows], Stops(own, self._text_of, prefixes)
+            jobs.append(Job(Task(own, self.spec, ids, begins, stops, self._table), rows))
         return jobs
 
     def _decoding(
@@ -342,14 +345,5 @@ class Model(ClosedOnExit):
         alternatives = tuple(
             self._completed(alternative, source, options, prefix) for alternative in result.alternatives
         )
-        text = self._text(result, options, prefix)
+        text = None if self._text_of is None else text_of_result(self._text_of, result, options.stop, prefix)
         return replace(result, text=text, dropped=source.dropped, alternatives=alternatives)
-
-    def _text(self, result: Hypothesis, options: DecodeOptions, prefix: PrefixIds) -> str | None:
-        if self._tokenizer is None:
-            return None
-        text = self._tokenizer.text(result.tokens)
-        if result.finish != "stop":
-            return text
-        stops = [stop for stop in options.stop if isinstance(stop, str)]
-        return cut_text(text, stops, len(self._tokenizer.text(tuple(prefix))))

@@ -10,6 +10,9 @@ from fatdeploy.runtimes.decoding.search import Task
 from fatdeploy.runtimes.decoding.sources import MostSources, batches_of
 from fatdeploy.runtimes.engines.protocol import Engine
 
+# Sources of a batch at least if each has several rows: with fewer, a batch often waits for its longest.
+FEWEST_PLACES = 16
+
 
 class Job:
     """A task whose sources are ``rows`` of a call; any number of workers may take from it."""
@@ -33,7 +36,8 @@ class Job:
     def share_out(self, engine: Engine[Any], budget: int, most_rows: int, n_workers: int) -> None:
         """Cut the sources into batches for workers; where the engine can refill a batch, each worker has only one."""
         count = self.task.options.rows_per_source(self.task.spec)
-        places = max(1, min(most_rows // count, -(-len(self.rows) // n_workers)))
+        most_places = most_rows if count == 1 else max(most_rows // count, FEWEST_PLACES)
+        places = max(1, min(most_places, -(-len(self.rows) // n_workers)))
         batches = self._cut(budget, lambda *_: places)
         self.refills = refills(engine, self.task)
         if not self.refills:

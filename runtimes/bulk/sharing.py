@@ -37,17 +37,24 @@ def crews_of(
     return Crews(engine, threads, opened, f"{bundle.digest}|onnxruntime {onnxruntime_module().__version__}|{threads}")
 
 
-def shared_out(
-    jobs: Sequence[Job], engine: Engine[Any], crews: Crews | None, batch_tokens: int | None, *, hurried: bool
-) -> tuple[Engine[Any], int]:
-    """Cut jobs into batches; return the engine that decodes them and the number of workers that share it."""
-    # A caller's own processors may count on being called by one thread.
-    if crews is not None and not any(job.task.options.processors for job in jobs):
-        crew = crews.crew_for(sum(job.n_rows for job in jobs), hurried=hurried)
-        if crew is not None:
-            for job in jobs:
+class Sharing:
+    """Cuts jobs into batches: for a crew if there are many sources, otherwise for the engine alone."""
+
+    def __init__(self, engine: Engine[Any], crews: Crews | None) -> None:
+        self._engine, self._crews, self._most_sources = engine, crews, most_sources_of(engine)
+
+    def shared_out(self, jobs: Sequence[Job], batch_tokens: int | None, *, hurried: bool) -> tuple[Engine[Any], int]:
+        """Return the engine that decodes the jobs, now cut into batches, and the number of workers that share it.
+
+        A call in a hurry does not wait for a measurement.
+        """
+        crew = None
+        # A caller's own processors may count on being called by one thread.
+        if self._crews is not None and not any(job.task.options.processors for job in jobs):
+            crew = self._crews.crew_for(sum(job.n_rows for job in jobs), hurried=hurried)
+        for job in jobs:
+            if crew is None:
+                job.cut(batch_tokens or BATCH_TOKENS, self._most_sources)
+            else:
                 job.share_out(crew.engine, batch_tokens or BULK_TOKENS, crew.rows, crew.workers)
-            return crew.engine, crew.workers
-    for job in jobs:
-        job.cut(batch_tokens or BATCH_TOKENS, most_sources_of(engine))
-    return engine, 1
+        return (self._engine, 1) if crew is None else (crew.engine, crew.workers)

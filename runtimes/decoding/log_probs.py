@@ -30,7 +30,7 @@ class LogProbs:
     def normalize(self, scores: Floats) -> None:
         """Turn scores [R, n] into log-probabilities, in place."""
         for rows in row_blocks(scores):
-            self._write(scores[rows], scores[rows])
+            scores[rows] = self.of_block(scores[rows])
 
     def of_columns(self, scores: Floats, columns: NDArray[np.int64]) -> Floats:
         """Return the log-probability of one column of each row."""
@@ -45,18 +45,18 @@ class LogProbs:
         if self._log_probs.size < scores.size:
             self._log_probs = np.empty(scores.size, np.float32)
         log_probs = self._log_probs[: scores.size].reshape(scores.shape)
-        self._write(scores, log_probs)
+        if self._log_softmax is not None:
+            self._log_softmax(np.ascontiguousarray(scores), log_probs)
+            missing = np.flatnonzero(np.isnan(log_probs[:, 0]))
+            if missing.size:
+                log_probs[missing[np.isneginf(scores[missing].max(-1))]] = -np.inf
+        else:
+            self._write(scores, log_probs)
         return log_probs
 
     def _write(self, scores: Floats, out: Floats) -> None:
-        """Write log-probabilities to an array that may be that of the scores."""
-        # A finite number even where every token is forbidden.
-        largest = np.maximum(scores.max(-1, keepdims=True), LOWEST)
-        if self._log_softmax is not None and scores.flags.c_contiguous:
-            self._log_softmax(scores, out)
-            out[largest[:, 0] == LOWEST] = -np.inf
-            return
-        np.subtract(scores, largest, out=out)
+        # The largest is a finite number even where every token is forbidden.
+        np.subtract(scores, np.maximum(scores.max(-1, keepdims=True), LOWEST), out=out)
         if self._powers.size < out.size:
             self._powers = np.empty(out.size, np.float32)
         # Forbidden tokens are -inf here, and 0 after exp.

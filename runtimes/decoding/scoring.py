@@ -25,7 +25,8 @@ class Scorer:
     ) -> None:
         """``lists`` are those of the options' shortlist; without them, the same for all rows."""
         self.spec, self.processors = engine.spec, processors
-        self.topk_pays = not isinstance(engine, Ranking) or engine.topk_pays
+        ranking = engine if isinstance(engine, Ranking) else None
+        self.topk_pays = ranking is None or ranking.topk_pays
         self._lists = shortlists_of(options, engine.spec) if lists is None else lists
         self._product = None if self._lists is None else product_of(engine)
         if self._lists is not None and self._product is not None:
@@ -35,7 +36,7 @@ class Scorer:
         occasional = all(isinstance(processor, Occasional) for processor in processors)
         by_source = self._lists is not None and self._lists.per_source
         self._scatters = by_source and (options.sample or not occasional)
-        log_softmax = engine.log_softmax if isinstance(engine, Ranking) and not engine.topk_pays else None
+        log_softmax = None if ranking is None or ranking.topk_pays else ranking.log_softmax
         # The columns of a row's own list are at other places in another batch.
         self.log_probs = LogProbs(log_softmax, any_order=by_source)
         self._buffer: Floats = np.empty((0, 0), np.float32)

@@ -168,7 +168,7 @@ class Ranking(Protocol):
         ...
 
     def log_softmax(self, scores: Floats, out: Floats) -> None:
-        """Write the log-probabilities of contiguous scores [R, n] to an array that may be the same.
+        """Write the log-probabilities of contiguous scores [R, n] to another array.
 
         Rows are independent. A row that has no score above -inf becomes NaN.
         """

@@ -235,3 +235,13 @@ def test_refilled_rows_of_a_bundle_give_what_they_give_alone(precision: Any) -> 
         assert (result.tokens, result.finish) == (other.tokens, other.finish)
         assert result.log_probs == pytest.approx(other.log_probs, abs=1e-4)
     assert len({result.tokens for result in together}) > 60
+
+
+def test_a_batch_has_enough_sources_however_many_beams_each_has() -> None:
+    engine, wide = tabled(), replace(OPTIONS, num_beams=4)
+    rows: list[int] = []
+    encode = engine.encode
+    engine.encode = lambda source, mask, capacity: rows.append(len(source)) or encode(source, mask, capacity)
+    crewed(engine, workers=1, rows=8).generate(drawn_sources(40), wide)
+    # Eight rows would be two sources, and one would wait for the other.
+    assert rows[0] == 16

@@ -23,7 +23,7 @@ from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.targets import Precision, Target
 from tests.support.bundles import bundle_of, model_of
 from tests.support.choices import tiny
-from tests.support.output_rows import check_output_rows
+from tests.support.engines.output_rows import check_output_rows
 
 
 @pytest.mark.parametrize("dialect", ["ort", "standard"])

@@ -30,7 +30,7 @@ from fatdeploy.targets import Dialect
 from tests.support.aligned import HYBRID, aligned, model_with
 from tests.support.choices import tiny
 from tests.support.devices.cpu import CpuDevice, with_plans
-from tests.support.output_rows import check_output_rows
+from tests.support.engines.output_rows import check_output_rows
 
 ONE_LAYER = {"encoder_layers": 1, "decoder_layers": 1, "max_source": 40, "max_target": 48}
 DIALECTS: list[Dialect] = ["ort", "standard"]

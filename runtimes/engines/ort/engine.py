@@ -117,7 +117,7 @@ class OrtEngine:
         return self.device is not None or not self.branches or self.spec.vocab_size < LARGE_VOCABULARY
 
     def log_softmax(self, scores: Floats, out: Floats) -> None:
-        """Write the log-probabilities of scores [R, n] on the host to an array that may be the same."""
+        """Write the log-probabilities of scores [R, n] on the host to another array."""
         if self._log_softmax is None:
             self._log_softmax = LogSoftmax(self._ort)
         self._log_softmax(scores, out)

@@ -15,7 +15,7 @@ class LogSoftmax:
         self._session = opened_session(ort, log_softmax_graph(), threads=1)
 
     def __call__(self, scores: Floats, out: Floats) -> None:
-        """Write the log-probabilities of contiguous scores [R, n] to an array that may be the same."""
+        """Write the log-probabilities of contiguous scores [R, n] to another array."""
         binding = self._session.io_binding()
         binding.bind_ortvalue_input(SCORES, self._value(scores))
         binding.bind_ortvalue_output(LOG_PROBS, self._value(out))
