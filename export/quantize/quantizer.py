@@ -53,6 +53,8 @@ RAISED: dict[MatrixPrecision, tuple[MatrixPrecision, ...]] = {
 # Shares of the tokens that may differ: what a new budget is meant to use, and what a plan may use while there are more
 # exact ones. The probes are only a sample, and other sources should reach the bar too.
 AIM, MOST_USED = 0.65, 0.8
+# How much dearer a plan may be for the sake of that room.
+WORTH_ROOM = 1.05
 # How much smaller each budget is at least, and how many are tried before the most exact plan.
 LEAST_STEP, ATTEMPTS = 0.7, 8
 
@@ -127,7 +129,7 @@ class Quantizer:
             with closing(_opened(folder, self.manifest, quantization)) as engine:
                 share = self.gate.forced_share(engine)
                 following = self._following(asked, plan, share, is_last=left == 1) if left else None
-                if following is not None and not self._has_room(share):
+                if following is not None and not self._has_room(share) and not self._is_enough(share, plan, following):
                     self.stage(f"{share:.2%} of the tokens are the reference's: planning again")
                     plan = following
                     continue
@@ -144,6 +146,10 @@ class Quantizer:
         if self._trial.metric is not None and self.request.bar.agreement is None:
             return True
         return 1 - share <= MOST_USED * (1 - self.request.least_agreement)
+
+    def _is_enough(self, share: float, plan: Plan, following: Plan) -> bool:
+        """Whether a share reaches the bar, and a more exact plan would cost too much for being safely above it."""
+        return share >= self.request.least_agreement and following.cost > WORTH_ROOM * plan.cost
 
     def _following(
         self, asked: Mapping[str, Sequence[Option]], plan: Plan, share: float, *, is_last: bool

@@ -71,8 +71,8 @@ def test_finished_sources_are_replaced_where_that_is_possible() -> None:
     assert engine.joined == 90 - 3 * 8
     # A source of two beams needs two rows.
     engine = tabled()
-    crewed(engine).generate(sources, replace(OPTIONS, num_beams=2))
-    assert engine.joined == 90 - 3 * 4
+    crewed(engine, rows=40).generate(sources, replace(OPTIONS, num_beams=2))
+    assert engine.joined == 90 - 3 * 20
 
 
 def test_prefixes_of_their_own_stay_with_their_sources() -> None:

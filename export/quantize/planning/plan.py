@@ -51,7 +51,8 @@ def planned(options: Mapping[str, Sequence[Option]], budget: float) -> Plan:
     """Return the cheapest plan whose errors sum up to no more than a budget, or else the most exact one.
 
     Every error has the same price, and each matrix takes what costs it least in total: the lowest price that keeps the
-    budget is found by bisection. Such a plan is the cheapest of all with its sum of errors.
+    budget is found by bisection. Such a plan is the cheapest of all with its sum of errors; what is left of the budget
+    is then spent one by one, where it saves most.
     """
     low, high = CHEAPEST, DEAREST
     cheap = _at_price(options, low)
@@ -60,7 +61,26 @@ def planned(options: Mapping[str, Sequence[Option]], budget: float) -> Plan:
     for _ in range(SEARCH_STEPS):
         middle = (low * high) ** 0.5
         low, high = (low, middle) if _at_price(options, middle).error <= budget else (middle, high)
-    return _at_price(options, high)
+    return _spent(options, _at_price(options, high), budget)
+
+
+def _spent(options: Mapping[str, Sequence[Option]], plan: Plan, budget: float) -> Plan:
+    """Return a plan with the largest savings that what is left of the budget pays for."""
+    choices = dict(plan.choices)
+    left = budget - plan.error
+    while left > 0:
+        savings = [
+            (choices[name].cost - option.cost, name, option)
+            for name, others in options.items()
+            for option in others
+            if option.cost < choices[name].cost and option.error - choices[name].error <= left
+        ]
+        if not savings:
+            break
+        _, name, option = max(savings, key=lambda saving: saving[:2])
+        left -= option.error - choices[name].error
+        choices[name] = option
+    return Plan(choices)
 
 
 def _at_price(options: Mapping[str, Sequence[Option]], price: float) -> Plan:
