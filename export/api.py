@@ -1,7 +1,7 @@
 """``fatdeploy.export_model``: the export command as a Python call. torch is imported when it is called."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ def export_model(
     convert_tokenizer: bool = False,
     calibration: str | Path | None = None,
     probes: str | Path | None = None,
+    shortlist_from: Sequence[str | Path] = (),
     engines: "BuildRequest | bool" = True,
     force: bool = False,
     progress: Callable[[str], None] = log.info,
@@ -48,9 +49,10 @@ def export_model(
     that can be chosen for integers. ``choices`` are limits and outputs of the contract. ``tokenizer`` is a
     tokenizer.json; ``convert_tokenizer`` makes one of sentencepiece models and compares both on the texts of
     ``calibration``. ``calibration`` and ``probes`` are the files that a quantization of trained weights reads; each
-    defaults to what ``source`` brings. For TensorRT targets ``engines`` says how engines are built; False leaves that
-    to the device (``fatdeploy build``). ``progress`` is called with the name of each stage. A failure leaves whatever
-    ``out`` held before.
+    defaults to what ``source`` brings. ``shortlist_from`` are files of texts or pairs from which the bundle gets a
+    shortlist (``fatdeploy.build_shortlist``). For TensorRT targets ``engines`` says how engines are built; False leaves
+    that to the device (``fatdeploy build``). ``progress`` is called with the name of each stage. A failure leaves
+    whatever ``out`` held before.
     """
     need_export_packages()
     from fatdeploy.export.models.exportable import exportable_model
@@ -79,7 +81,9 @@ def export_model(
         origin=origin,
         target=target,
         precision=precision,
-        finish=engine_stage(target, engines, exportable.spec, progress),
+        finish=joined_stages(
+            shortlist_stage(shortlist_from, progress), engine_stage(target, engines, exportable.spec, progress)
+        ),
         force=force,
         stage=progress,
     )
@@ -87,6 +91,30 @@ def export_model(
 
 def _path(name: str | Path | None) -> Path | None:
     return None if name is None else Path(name)
+
+
+def shortlist_stage(files: Sequence[str | Path], progress: Callable[[str], None]) -> "Finish | None":
+    """Return what adds a shortlist to a bundle; None without files. A file that cannot be read is refused here."""
+    from fatdeploy.runtimes.shortlist.build import build_shortlist, count_lines
+
+    n_lines = sum(count_lines(Path(file)) for file in files)
+
+    def add(folder: Path) -> None:
+        progress(f"building the shortlist from {n_lines} lines")
+        build_shortlist(folder, files, spinning=False)
+
+    return add if files else None
+
+
+def joined_stages(*stages: "Finish | None") -> "Finish | None":
+    """Return several stages as one; None if there are none."""
+    present = [stage for stage in stages if stage is not None]
+
+    def finish(folder: Path) -> None:
+        for stage in present:
+            stage(folder)
+
+    return finish if present else None
 
 
 def engine_stage(

@@ -215,7 +215,7 @@ def write_quantized(model: Plain, plain: Bundle, folder: Path, trial: Trial) -> 
     output_matrix = None
     if matrix is not None:
         output_matrix = quantizer.placed_output(matrix.detach().numpy(), judged.quantization, folder)
-        output_matrix = with_bias(output_matrix, output_bias_of(exportable), folder)
+        output_matrix = with_bias(output_matrix, quantizer.corrected_bias(output_bias_of(exportable)), folder)
     write_certificate(folder, judged.certificate(read_certificate(plain), trial.request))
     histograms = {
         part: {**plain.manifest.histograms[part], "quantized": quantizer.histograms[part]} for part in model.graphs

@@ -32,6 +32,7 @@ _ON_USE = {
     "Model": "fatdeploy.runtimes.model",
     "Stream": "fatdeploy.runtimes.decoding.streaming",
     "Verification": "fatdeploy.runtimes.proof.verify",
+    "build_shortlist": "fatdeploy.runtimes.shortlist.build",
     "export_model": "fatdeploy.export.api",
     "inspect": "fatdeploy.runtimes.inspection",
     "load": "fatdeploy.runtimes.model",
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from fatdeploy.runtimes.inspection import Inspection, inspect
     from fatdeploy.runtimes.model import Model, load
     from fatdeploy.runtimes.proof.verify import Verification, verify
+    from fatdeploy.runtimes.shortlist.build import build_shortlist
 else:
 
     def __getattr__(name: str) -> Any:
@@ -75,6 +77,7 @@ __all__ = [
     "Stream",
     "Verification",
     "__version__",
+    "build_shortlist",
     "export_model",
     "inspect",
     "load",

@@ -5,13 +5,15 @@ import json
 import shutil
 import stat
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
 from fatdeploy._version import VERSION
 from fatdeploy.errors import BundleError, in_one_line
+from fatdeploy.folders import replaced_folder
 from fatdeploy.manifest import FORMAT, GRAPHS, MANIFEST, PARITY, REQUIRED, WEIGHTS, FileRecord, Manifest
 from fatdeploy.plans import Part
 from fatdeploy.records import RecordReader, json_from_record, shown
@@ -91,6 +93,28 @@ def copy_files(bundle: Bundle, folder: Path) -> None:
     for name in bundle.manifest.files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(bundle.file(name), folder / name)
+
+
+@contextmanager
+def changed_bundle(bundle: Bundle, manifest: Manifest) -> Iterator[Path]:
+    """Yield a copy of a bundle's files to change; with the manifest it takes the bundle's place at the end.
+
+    A crash leaves the bundle as it was.
+    """
+    with replaced_folder(bundle.path, force=True) as new:
+        copy_files(bundle, new)
+        yield new
+        write_manifest(new, manifest)
+        # Files that the manifest does not list are somebody else's: they stay, and stay unlisted.
+        shutil.copytree(
+            bundle.path,
+            new,
+            symlinks=True,
+            dirs_exist_ok=True,
+            ignore=lambda folder, names: [
+                name for name in names if (new / Path(folder).relative_to(bundle.path) / name).is_file()
+            ],
+        )
 
 
 def digest_of(values: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ COMMANDS = {
     "inspect": "fatdeploy.runtimes.commands.inspect",
     "presets": "fatdeploy.export.commands.presets",
     "run": "fatdeploy.runtimes.commands.run",
+    "shortlist": "fatdeploy.runtimes.commands.shortlist",
     "train": "fatdeploy.export.commands.train",
     "verify": "fatdeploy.runtimes.commands.verify",
 }

@@ -1,5 +1,6 @@
 """The manifest of a bundle: records of what it is, who made it and how. ``bundle.py`` reads and writes it."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,6 +16,7 @@ GRAPHS: dict[Part, str] = {"encoder": ENCODER, "decoder": DECODER}
 TOKENIZER, PARITY, PROBES = "tokenizer.json", "parity.json", "probes.npz"
 # Quantized bundles only: the sources of the gate, and the graph that tests whether a CPU multiplies integers correctly.
 GATE, SATURATION = "gate.npz", "saturation.onnx"
+SHORTLIST = "shortlist.npz"  # which target tokens go with which source tokens, if somebody built that
 # The name, among the matrices of a Quantization, of the embedding table, which may be one of the others.
 EMBEDDING = "embedding"
 WEIGHTS_ALONE = "int8 weights"  # an integer matrix that floats are multiplied with
@@ -54,7 +56,9 @@ class OutputMatrix:
     Integers have float32 scales at their own offset: one per row of V, or one per ``block_size`` numbers of a row;
     ``int4`` always has blocks. ``zeros`` belong to asymmetric blocks of ``int4``, two per byte. ``bias`` is the offset
     of float32 numbers [V] that are added to the product, if any. The columns of integers are multiplied with the
-    float32 numbers [M] at ``smoothing``, if any, which a reader divides by.
+    float32 numbers [M] at ``smoothing``, if any, which a reader divides by. ``activation`` is the scale and the zero of
+    the unsigned bytes that hidden states become before they are multiplied with rows of bytes that have one scale each;
+    None gives each hidden state a scale of its own.
     """
 
     offset: int
@@ -65,6 +69,7 @@ class OutputMatrix:
     block_size: int | None = None
     bias: int | None = None
     smoothing: int | None = None
+    activation: tuple[float, int] | None = None
 
     def __post_init__(self) -> None:
         for name in ("offset", "scales", "zeros", "bias", "smoothing"):
@@ -79,6 +84,11 @@ class OutputMatrix:
             raise ValueError(f"int4 has blocks of 2 or more, int8 may have them, floats have none: found {found}")
         if self.smoothing is not None and self.scales is None:
             raise ValueError(f"only integers are smoothed, found {self.dtype}")
+        if self.activation is not None:
+            scale, zero = self.activation
+            whole = self.dtype == "int8" and self.block_size is None
+            if not whole or not 0 < scale < math.inf or not 0 <= zero <= 255:
+                raise ValueError(f"activation of int8 is a scale above 0 and a zero in 0…255, found {scale} and {zero}")
 
 
 @dataclass(frozen=True)
@@ -119,6 +129,35 @@ class GenerationRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShortlistRecord:
+    """What a bundle's shortlist was built from, its size, and how far decoding with it agrees with decoding without.
+
+    Agreement was measured on ``held_out`` lines that are not part of it: how many greedy targets stay the same, and how
+    many tokens of the targets without a shortlist are in the list of their source, ``mean_length`` tokens long.
+    """
+
+    aligned_by: Literal["attention", "co-occurrence"]
+    lines: int
+    frequent: int
+    per_token: int
+    source_tokens: int
+    entries: int
+    held_out: int
+    same_targets: int
+    tokens: int
+    listed_tokens: int
+    mean_length: float
+
+    def line(self) -> str:
+        """Return size and agreement in one line."""
+        share = self.listed_tokens / max(1, self.tokens)
+        return (
+            f"{self.mean_length:.0f} tokens per source on average; {self.same_targets} of {self.held_out} held-out "
+            f"targets unchanged, {share:.2%} of {self.tokens} tokens listed"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a bundle is, who made it and how; ``write_manifest`` fills in ``files``.
 
@@ -126,7 +165,7 @@ class Manifest:
     ``histograms`` count operators by graph, stage of the export and name. ``output_matrix`` is None if logits are not a
     hidden state times a matrix, ``quantization`` is None for fp32, fp16 and bf16, ``plans`` are the TensorRT engines
     among the files. ``text`` says how text becomes tokens; without it, a tokenizer.json among the files does.
-    ``generation`` is None if the model came without settings for decoding.
+    ``generation`` is None if the model came without settings for decoding, ``shortlist`` if nobody built one.
     """
 
     spec: ModelSpec
@@ -145,6 +184,7 @@ class Manifest:
     plans: tuple[PlanRecord, ...] = ()
     text: TextRecord | None = None
     generation: GenerationRecord | None = None
+    shortlist: ShortlistRecord | None = None
     files: dict[str, FileRecord] = field(default_factory=dict)
     format: tuple[int, int] = FORMAT
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from fatdeploy.bundle import Bundle
 from fatdeploy.errors import ConfigError, in_one_line
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 
@@ -47,4 +48,14 @@ def check_streamed(options: DecodeOptions) -> None:
         raise ConfigError(
             f"stream refused: it needs num_beams = 1 and num_return_sequences = 1, found {', '.join(wrong)}; beams "
             "change earlier tokens: use generate for them, or pass num_beams=1 (--beams 1)"
+        )
+
+
+def check_shortlist(options: DecodeOptions, bundle: Bundle, table: object | None) -> None:
+    """Raise, with what to type, if a bundle's own shortlist is wanted and there is none."""
+    # A parallel model has another reason against any shortlist.
+    if options.shortlist == "auto" and table is None and bundle.spec.decoding == "autoregressive":
+        raise ConfigError(
+            f"shortlist='auto' refused: {bundle.path} has no shortlist; build one from texts: "
+            f"fatdeploy shortlist {bundle.path} FILE"
         )

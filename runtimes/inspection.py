@@ -9,7 +9,17 @@ from typing import Any
 
 from fatdeploy.bundle import Bundle, read_bundle
 from fatdeploy.certificate import Certificate, CpuCheck, GateResult, HalfParity, read_certificate
-from fatdeploy.manifest import DECODER, EMBEDDING, ENCODER, PARITY, GenerationRecord, Manifest, Quantization
+from fatdeploy.manifest import (
+    DECODER,
+    EMBEDDING,
+    ENCODER,
+    PARITY,
+    SHORTLIST,
+    GenerationRecord,
+    Manifest,
+    Quantization,
+    ShortlistRecord,
+)
 from fatdeploy.records import json_from_record, shown
 from fatdeploy.spec import ModelSpec, TensorSpec
 from fatdeploy.tables import aligned
@@ -73,6 +83,8 @@ class Inspection:
             yield from ["Text", *aligned(rows, indent=2), ""]
         if (generation := self.bundle.manifest.generation) is not None:
             yield from ["Default options", *aligned(_generation_rows(generation), indent=2), ""]
+        if (shortlist := self.bundle.manifest.shortlist) is not None:
+            yield from ["Shortlist", *aligned(_shortlist_rows(self.bundle, shortlist), indent=2), ""]
         for name, graph in self.graphs.items():
             yield from [name, *aligned(_tensor_rows(graph), indent=2), *_op_lines(graph.ops), ""]
         yield from ["Weights", *aligned(_weight_rows(self.bundle), indent=2), ""]
@@ -147,6 +159,16 @@ def _generation_rows(generation: GenerationRecord) -> Iterator[tuple[str, ...]]:
         yield shown(name), shown(value), "ignored: not available in fatdeploy"
     if not generation.options and not generation.ignored:
         yield "none", "greedy", ""
+
+
+def _shortlist_rows(bundle: Bundle, record: ShortlistRecord) -> Iterator[tuple[str, ...]]:
+    size = bundle.manifest.files[SHORTLIST].size if SHORTLIST in bundle.manifest.files else 0
+    yield (
+        "size",
+        f"{record.frequent:,} frequent tokens, {record.entries:,} more for {record.source_tokens:,} source tokens",
+    )
+    yield "stored", f"{size / 1e6:.2f} MB, from {record.lines:,} lines, aligned by {record.aligned_by}"
+    yield "agreement", record.line()
 
 
 def _tensor_rows(graph: GraphContract) -> Iterator[tuple[str, ...]]:

@@ -14,7 +14,7 @@ from fatdeploy.runtimes.bulk.crews import Crews
 from fatdeploy.runtimes.bulk.jobs import Job
 from fatdeploy.runtimes.bulk.sharing import Sharing, crews_of
 from fatdeploy.runtimes.bulk.workers import Workers
-from fatdeploy.runtimes.call_checks import check_call, check_list, check_streamed
+from fatdeploy.runtimes.call_checks import check_call, check_list, check_shortlist, check_streamed
 from fatdeploy.runtimes.closing import ClosedOnExit
 from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.loop import Decoding
@@ -22,13 +22,15 @@ from fatdeploy.runtimes.decoding.options import OPTIONS, DecodeOptions
 from fatdeploy.runtimes.decoding.prompts import PrefixIds, Prompt, check_count, prompts_of, reasons_against
 from fatdeploy.runtimes.decoding.search import Task
 from fatdeploy.runtimes.decoding.sources import CheckedSources, wrong_source
-from fatdeploy.runtimes.decoding.stops import Stops, TextOf, cut_text
+from fatdeploy.runtimes.decoding.stops import Stops, TextOf, text_of_result
 from fatdeploy.runtimes.decoding.streaming import Deltas, Stream
 from fatdeploy.runtimes.defaults import changed_options, check_names, default_options, within_room
 from fatdeploy.runtimes.engines.opening import opened_engine
 from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
 from fatdeploy.runtimes.engines.ort.versions import warn_of_version
 from fatdeploy.runtimes.engines.protocol import Engine
+from fatdeploy.runtimes.shortlist.lists import SourceLists
+from fatdeploy.runtimes.shortlist.table import read_table
 from fatdeploy.runtimes.text.languages import (
     DEFAULT_PAIR,
     LanguageCodes,
@@ -82,9 +84,13 @@ class Model(ClosedOnExit):
     ``options`` are the bundle's defaults: how the model's authors decode, or greedy if the model came without settings.
     """
 
-    def __init__(self, bundle: Bundle, engine: Engine[Any], crews: Crews | None = None) -> None:
+    def __init__(
+        self, bundle: Bundle, engine: Engine[Any], crews: Crews | None = None, *, table: SourceLists | None = None
+    ) -> None:
+        """``table`` is what ``shortlist="auto"`` reads; the default is the bundle's own."""
         self.bundle = bundle
         self._engine, self._crews = engine, crews
+        self._table = read_table(bundle) if table is None else table
         self._sharing = Sharing(engine, crews)
         self._reader = SourceReader(bundle)
         self._tokenizer = self._reader.tokenizer
@@ -230,6 +236,10 @@ class Model(ClosedOnExit):
             raise SpecMismatch("; ".join(reasons))
         return replace(tokenized, prefix=ids)
 
+    def target_ids(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a target in reading order, without special tokens around it."""
+        return self._reader.needed_tokenizer().plain_ids(text)
+
     def read_document(
         self,
         text: str,
@@ -262,6 +272,7 @@ class Model(ClosedOnExit):
         """Return options whose prefix is tokens, and the limit of new tokens; refuse what the model cannot do."""
         stated = changes if options is None else OPTIONS
         options = self.options_with(options, **changes)
+        check_shortlist(options, self.bundle, self._table)
         are_texts = {
             "prefix": isinstance(options.prefix, str),
             "stop": any(isinstance(stop, str) for stop in options.stop),
@@ -300,7 +311,7 @@ class Model(ClosedOnExit):
             if own is not options:  # a language may have its own first token
                 begins = prompts_of(own, self.spec, prefixes, len(rows))
             ids, stops = [sources[row].ids for row in rows], Stops(own, self._text_of, prefixes)
-            jobs.append(Job(Task(own, self.spec, ids, begins, stops), rows))
+            jobs.append(Job(Task(own, self.spec, ids, begins, stops, self._table), rows))
         return jobs
 
     def _decoding(
@@ -311,7 +322,15 @@ class Model(ClosedOnExit):
         deadline: float | None = None,
     ) -> Decoding:
         checked = CheckedSources([source.ids for source in sources])
-        return Decoding(self._engine, checked, options, prefixes=prefixes, deadline=deadline, text_of=self._text_of)
+        return Decoding(
+            self._engine,
+            checked,
+            options,
+            prefixes=prefixes,
+            deadline=deadline,
+            text_of=self._text_of,
+            table=self._table,
+        )
 
     @property
     def _text_of(self) -> TextOf | None:
@@ -326,14 +345,5 @@ class Model(ClosedOnExit):
         alternatives = tuple(
             self._completed(alternative, source, options, prefix) for alternative in result.alternatives
         )
-        text = self._text(result, options, prefix)
+        text = None if self._text_of is None else text_of_result(self._text_of, result, options.stop, prefix)
         return replace(result, text=text, dropped=source.dropped, alternatives=alternatives)
-
-    def _text(self, result: Hypothesis, options: DecodeOptions, prefix: PrefixIds) -> str | None:
-        if self._tokenizer is None:
-            return None
-        text = self._tokenizer.text(result.tokens)
-        if result.finish != "stop":
-            return text
-        stops = [stop for stop in options.stop if isinstance(stop, str)]
-        return cut_text(text, stops, len(self._tokenizer.text(tuple(prefix))))

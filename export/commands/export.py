@@ -35,6 +35,7 @@ class ExportArguments(BuildArguments):
     probes: Path | None
     purpose: str
     rows: int | None
+    shortlist_from: tuple[Path, ...]
     recover: bool
     min_agreement: float | None
     max_loss: float
@@ -52,6 +53,7 @@ Examples:
   fatdeploy export ./opus-mt-zh-en --out zh-en.int8 --precision int8 --calibration some.zh --probes others.zh
   fatdeploy export ./opus-mt-zh-en --out zh-en.bulk --precision int8 --for throughput \\
     --calibration some.zh --probes others.zh
+  fatdeploy export ./opus-mt-zh-en --out zh-en --shortlist-from news.zh
   fatdeploy export g2p --out g2p.bundle
   fatdeploy export fat-small --out fat-small.bundle
   fatdeploy export my-checkpoint --out my-model --force
@@ -145,6 +147,12 @@ Examples:
     help="What int8 is to be fast at: one source at a time, or many at once.",
 )
 @click.option("--rows", type=click.IntRange(1), help="Rows of a step to be fast at (default: 1, or 32 for throughput).")
+@click.option(
+    "--shortlist-from",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="File of sources or pairs from which the bundle gets a shortlist (see: fatdeploy shortlist). May be repeated.",
+)
 @click.option("--recover", is_flag=True, hidden=True, help="No effect: what the gate needs is always kept.")
 @click.option(
     "--min-agreement",
@@ -207,6 +215,7 @@ def export(
         convert_tokenizer=chosen["tokenizer"] == "convert",
         calibration=chosen["calibration"],
         probes=chosen["probes"],
+        shortlist_from=chosen["shortlist_from"],
         engines=engines_of(target, chosen),
         force=force,
         progress=show_stage,
@@ -220,6 +229,8 @@ def export(
         click.echo(f"{out}: {certificate.original.line()}")
     if certificate.gate is not None:
         click.echo(f"{out}: {certificate.gate.line(bundle.manifest.precision)}")
+    if bundle.manifest.shortlist is not None:
+        click.echo(f"{out}: shortlist of {bundle.manifest.shortlist.line()}")
     for line in engine_lines(bundle):
         click.echo(f"{out}: {line}")
     if not chosen["build"]:

@@ -174,7 +174,17 @@ class Quantizer:
     def placed_output(self, matrix: Floats, quantization: Quantization, folder: Path) -> OutputMatrix:
         """Return where the weights file of a folder holds the output matrix [V, M]."""
         recipe = self._written_recipes.get(OUTPUT, FLOATS)
-        return placed_integers(matrix, recipe, quantization.weight_bits, folder)
+        placed = placed_integers(matrix, recipe, quantization.weight_bits, folder)
+        chosen = recipe.activations
+        return placed if chosen is None else replace(placed, activation=(chosen.scale, chosen.zero))
+
+    def corrected_bias(self, bias: Floats | None) -> Floats | None:
+        """Return what is added to the product with the output matrix, [V], including what its integers lose."""
+        correction = self._written_recipes.get(OUTPUT, FLOATS).correction
+        # Graphs of standard ops are not corrected.
+        if correction is None or self._standard:
+            return bias
+        return (correction if bias is None else bias + correction).astype(np.float32)
 
     @cached_property
     def options(self) -> dict[str, list[Option]]:

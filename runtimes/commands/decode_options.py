@@ -58,7 +58,7 @@ TYPED: dict[str, dict[str, Any]] = {
     "exponential_decay_length_penalty": {"type": (click.IntRange(0), ABOVE_ZERO), "metavar": "N FACTOR"},
     "eos_ids": SEVERAL_IDS,
     "stop": {"multiple": True, "metavar": "TEXT"},
-    "shortlist": {"type": click.Path(path_type=Path)},
+    "shortlist": {"type": click.Path(path_type=Path), "metavar": "FILE|auto"},
     "timeout_s": {"metavar": "SECONDS"},
 }
 
@@ -137,7 +137,10 @@ def _converted(name: str, value: Any, as_ids: bool) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _listed_ids(path: Path) -> list[int]:
+def _listed_ids(path: Path) -> list[int] | str:
+    """Return the ids in a file, or the word that stands for the bundle's own list."""
+    if str(path) == "auto":
+        return "auto"
     try:
         return ids_from_text(f"--shortlist {path}", path.read_text())
     except (OSError, UnicodeDecodeError) as error:

@@ -70,6 +70,7 @@ Examples:
   fatdeploy eval my-g2p test.tsv --metric token_error_rate --ignore '[0-2]'
   fatdeploy eval my-model test.tsv --limit 200 --output targets.tsv
   fatdeploy eval my-nllb en-de.tsv --source-language eng_Latn --target-language deu_Latn
+  fatdeploy eval my-model test.tsv --shortlist auto
   fatdeploy eval my-model ids.tsv --ids
 """,
 )
@@ -96,7 +97,7 @@ Examples:
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Evaluate only the first N sources.")
 @truncate_option
 @language_options
-@decode_options("num_beams", "length_penalty", "max_new_tokens")
+@decode_options("num_beams", "length_penalty", "max_new_tokens", "shortlist")
 @batch_tokens_option
 @click.option(
     "--output",

@@ -49,6 +49,7 @@ Examples:
   fatdeploy run my-model --json < texts.txt > results.jsonl
   fatdeploy run my-nllb --source-language eng_Latn --target-language deu_Latn "Hello."
   fatdeploy run my-model --split sentences < document.txt
+  fatdeploy run my-model --shortlist auto < texts.txt
   fatdeploy run my-model --json-lines --json < sources.jsonl > results.jsonl
   fatdeploy run my-model --ids --max-new-tokens 12 "17 42 9" "7 8"
 """

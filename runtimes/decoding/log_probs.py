@@ -10,6 +10,8 @@ from fatdeploy.runtimes.engines.protocol import Floats
 # Scores that are read together: few enough to stay in a cache, and enough that calling numpy costs little beside them.
 BLOCK = 2**18
 LOWEST = np.finfo(np.float32).min
+# Of a power, which is at most 1: 131,072 of them are fewer parts than a float64 counts.
+PARTS = np.float32(2**36)
 
 LogSoftmax = Callable[[Floats, Floats], None]
 
@@ -17,11 +19,12 @@ LogSoftmax = Callable[[Floats, Floats], None]
 class LogProbs:
     """Normalises scores; its buffers are used again. ``log_softmax`` is an engine's own, if that is faster.
 
-    Where every token is forbidden, all log-probabilities are -inf.
+    With ``any_order`` a row's results do not depend on the places of its columns among forbidden ones, which then takes
+    longer. Where every token is forbidden, all log-probabilities are -inf.
     """
 
-    def __init__(self, log_softmax: LogSoftmax | None = None) -> None:
-        self._log_softmax = log_softmax
+    def __init__(self, log_softmax: LogSoftmax | None = None, *, any_order: bool = False) -> None:
+        self._log_softmax, self._any_order = None if any_order else log_softmax, any_order
         self._log_probs, self._powers = np.empty(0, np.float32), np.empty(0, np.float32)
 
     def normalize(self, scores: Floats) -> None:
@@ -59,7 +62,17 @@ class LogProbs:
         # Forbidden tokens are -inf here, and 0 after exp.
         powers = np.exp(out, out=self._powers[: out.size].reshape(out.shape))
         # The largest power is 1, so that only the sum of forbidden tokens alone is less.
-        np.subtract(out, np.log(np.maximum(powers.sum(-1, keepdims=True), 1)), out=out)
+        np.subtract(out, np.log(np.maximum(self._sums(powers), 1)), out=out)
+
+    def _sums(self, powers: Floats) -> Floats:
+        """Return the sums of rows [R, 1]; the powers may be changed."""
+        if not self._any_order:
+            sums: Floats = powers.sum(-1, keepdims=True)
+            return sums
+        # Whole numbers of these parts are summed without rounding.
+        np.rint(np.multiply(powers, PARTS, out=powers), out=powers)
+        exact: NDArray[np.float64] = powers.sum(-1, keepdims=True, dtype=np.float64)
+        return (exact / PARTS).astype(np.float32)
 
 
 def row_blocks(scores: Floats) -> Iterator[slice]:

@@ -20,6 +20,7 @@ from fatdeploy.runtimes.decoding.search import Refillable, Search, Task
 from fatdeploy.runtimes.decoding.sources import CheckedSources, SourceIds, checked_sources, padded
 from fatdeploy.runtimes.decoding.stops import Stops, TextOf
 from fatdeploy.runtimes.engines.protocol import Capacity, Engine, Refilling, State, Want
+from fatdeploy.runtimes.shortlist.lists import SourceLists, shortlists_of
 from fatdeploy.spec import ModelSpec, Tokens
 
 
@@ -29,9 +30,10 @@ def decode(
     options: DecodeOptions | None = None,
     *,
     prefixes: Sequence[PrefixIds | None] | None = None,
+    table: SourceLists | None = None,
 ) -> list[Hypothesis]:
     """Return the best target of each source; a result does not depend on what else is in the batch."""
-    with Decoding(engine, sources, options or DecodeOptions(), prefixes=prefixes) as decoding:
+    with Decoding(engine, sources, options or DecodeOptions(), prefixes=prefixes, table=table) as decoding:
         return decoding.run()
 
 
@@ -42,16 +44,19 @@ def task_of(
     *,
     prefixes: Sequence[PrefixIds | None] | None = None,
     text_of: TextOf | None = None,
+    table: SourceLists | None = None,
 ) -> Task:
     """Return what is to be decoded, checked.
 
     ``prefixes`` are the sources' own: ids in the order of generation, or None for the prefix of the options.
-    ``text_of`` turns tokens into text, which stop sequences that are text need.
+    ``text_of`` turns tokens into text, which stop sequences that are text need. ``table`` is what ``shortlist="auto"``
+    reads.
     """
     n_sources = len(sources.rows if isinstance(sources, CheckedSources) else sources)
     prompts = prompts_of(options, spec, prefixes, n_sources)
     checked = checked_sources(sources, spec)
-    return Task(options, spec, checked.rows, prompts, Stops(options, text_of, [prompt.prefix for prompt in prompts]))
+    stops = Stops(options, text_of, [prompt.prefix for prompt in prompts])
+    return Task(options, spec, checked.rows, prompts, stops, table)
 
 
 def refills(engine: Engine[Any], task: Task) -> bool:
@@ -67,8 +72,8 @@ def refills(engine: Engine[Any], task: Task) -> bool:
 class Decoding(ClosedOnExit):
     """One batch being decoded, step by step; closing it returns the state to the engine at once.
 
-    ``prefixes`` and ``text_of`` are those of ``task_of``. ``deadline`` is a time of the monotonic clock; the default
-    follows from ``timeout_s``.
+    ``prefixes``, ``text_of`` and ``table`` are those of ``task_of``. ``deadline`` is a time of the monotonic clock; the
+    default follows from ``timeout_s``.
     """
 
     def __init__(
@@ -80,8 +85,9 @@ class Decoding(ClosedOnExit):
         prefixes: Sequence[PrefixIds | None] | None = None,
         deadline: float | None = None,
         text_of: TextOf | None = None,
+        table: SourceLists | None = None,
     ) -> None:
-        task = task_of(engine.spec, sources, options, prefixes=prefixes, text_of=text_of)
+        task = task_of(engine.spec, sources, options, prefixes=prefixes, text_of=text_of, table=table)
         if deadline is None and options.timeout_s is not None:
             deadline = monotonic() + options.timeout_s
         self._begin(engine, task, range(len(task.sources)), deadline)
@@ -200,4 +206,6 @@ class Decoding(ClosedOnExit):
         return search
 
     def _scorer(self) -> Scorer:
-        return Scorer(self._engine, self._task.options, processors_of(self._task))
+        task = self._task
+        lists = shortlists_of(task.options, task.spec, task.sources, task.table)
+        return Scorer(self._engine, task.options, processors_of(task), lists)

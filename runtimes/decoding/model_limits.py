@@ -51,7 +51,7 @@ def _wrong_choice(options: "DecodeOptions", spec: "ModelSpec") -> list[str]:
     if options.length_candidates > 1 and not spec.length_log_probs:
         reasons.append(f"length_candidates must be 1: this model has no length head, found {options.length_candidates}")
     if options.num_beams > 1:
-        ends, shortlist = options.end_ids(spec), options.shortlist
+        ends, shortlist = options.end_ids(spec), listed_ids(options)
         n_tokens = spec.vocab_size if shortlist is None else len({*shortlist, *ends})
         if options.n_candidates(spec) > n_tokens:
             most = max(1, n_tokens // (1 + len(ends)))
@@ -59,6 +59,11 @@ def _wrong_choice(options: "DecodeOptions", spec: "ModelSpec") -> list[str]:
             what = "vocabulary" if shortlist is None else "shortlist with EOS"
             reasons.append(f"num_beams must lie in 1…{most} ({part} the {what}), found {options.num_beams}")
     return reasons
+
+
+def listed_ids(options: "DecodeOptions") -> Sequence[int] | None:
+    """Return the caller's own shortlist; None for the whole vocabulary and for lists that follow from sources."""
+    return None if isinstance(options.shortlist, str) else options.shortlist
 
 
 def _wrong_for_source(options: "DecodeOptions") -> list[str]:
@@ -81,7 +86,7 @@ def _wrong_ids(options: "DecodeOptions", spec: "ModelSpec") -> list[str]:
         "sequence_bias": [token for sequence, _ in options.sequence_bias for token in sequence],
         "eos_ids": options.eos_ids,
         "stop": [token for stop in options.stop if not isinstance(stop, str) for token in stop],
-        "shortlist": () if options.shortlist is None else options.shortlist,
+        "shortlist": listed_ids(options) or (),
     }
     return [reason for name, ids in ids_of_options.items() for reason in _wrong_tokens(name, ids, spec)]
 

@@ -40,6 +40,10 @@ class LogitsProcessor(Protocol):
         ...
 
 
+def _is_auto(value: object) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecodeOptions:
     """How to decode. Defaults are greedy; names and meanings are those of Hugging Face's ``generate``.
@@ -47,14 +51,14 @@ class DecodeOptions:
     ``max_new_tokens`` counts EOS; the default is what the model has room for. A ``prefix`` begins every target: ids in
     the order of generation, or text if there is a tokenizer. ``stop`` sequences, ids or text, end a target and are not
     part of it. ``eos_ids`` are all tokens that end a target; the default is the model's EOS. A ``shortlist`` contains
-    the only tokens that may be chosen, besides EOS. ``forced_tokens`` are pairs: a number of new tokens, and the token
-    that follows them; ``forced_bos_id`` is the first token if there is no prefix, ``forced_eos_id`` the last one at the
-    limit. ``sequence_bias`` adds to the scores of tokens that complete a sequence. ``exponential_decay_length_penalty``
-    is a pair: after that number of new tokens, EOS becomes more likely by a factor per token. ``renormalize`` matters
-    to beams alone: the probabilities that processors leave sum to 1 again. ``scores`` requests log-probabilities where
-    choosing tokens does not need them (beams always have them). ``seed`` makes samples repeatable: each source has its
-    own generators, whatever else is in its batch. ``timeout_s`` limits a call: unfinished targets are then
-    ``cancelled``.
+    the only tokens that may be chosen, besides EOS; "auto" is the bundle's own, a list per source. ``forced_tokens``
+    are pairs: a number of new tokens, and the token that follows them; ``forced_bos_id`` is the first token if there is
+    no prefix, ``forced_eos_id`` the last one at the limit. ``sequence_bias`` adds to the scores of tokens that complete
+    a sequence. ``exponential_decay_length_penalty`` is a pair: after that number of new tokens, EOS becomes more likely
+    by a factor per token. ``renormalize`` matters to beams alone: the probabilities that processors leave sum to 1
+    again. ``scores`` requests log-probabilities where choosing tokens does not need them (beams always have them).
+    ``seed`` makes samples repeatable: each source has its own generators, whatever else is in its batch. ``timeout_s``
+    limits a call: unfinished targets are then ``cancelled``.
     """
 
     max_new_tokens: Annotated[int | None, Whole(1), "Most new tokens per target (default: the model's limit)."] = None
@@ -139,9 +143,10 @@ class DecodeOptions:
         "End a target where this text begins; token ids with --ids.",
     ] = ()
     shortlist: Annotated[
-        Ids | None,
-        Rule("token ids, at least one", lambda value: are_ids(value, 1)),
-        "File with the only token ids that may be chosen, besides EOS; faster than the whole vocabulary.",
+        Ids | Literal["auto"] | None,
+        Rule("token ids, at least one, or 'auto'", lambda value: are_ids(value, 1) or _is_auto(value)),
+        "File with the only token ids that may be chosen, besides EOS, or 'auto' for what the bundle's own shortlist "
+        "allows each source (fatdeploy shortlist); faster than the whole vocabulary.",
     ] = None
     processors: Annotated[
         Sequence[LogitsProcessor],

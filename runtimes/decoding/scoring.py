@@ -8,48 +8,66 @@ from numpy.typing import NDArray
 from fatdeploy.errors import ConfigError, SpecMismatch
 from fatdeploy.runtimes.decoding.log_probs import LogProbs
 from fatdeploy.runtimes.decoding.options import DecodeOptions
-from fatdeploy.runtimes.decoding.processors.protocol import NEG_INF, History, Processor
+from fatdeploy.runtimes.decoding.processors.protocol import NEG_INF, History, Occasional, Processor
 from fatdeploy.runtimes.engines.protocol import Engine, Floats, Ranking, State, StepOut, Want
-
-# The largest product, in multiplications, that OpenBLAS (numpy's library) runs in one thread: 65536 * 4, its defaults.
-IN_ONE_THREAD = 2**18
+from fatdeploy.runtimes.shortlist.lists import Shortlists, product_of, shortlists_of
 
 
 class Scorer:
     """Turns the output of an engine into scores [R, n] of ``ids``; without ids, n is the vocabulary."""
 
-    def __init__(self, engine: Engine[State], options: DecodeOptions, processors: Sequence[Processor] = ()) -> None:
+    def __init__(
+        self,
+        engine: Engine[State],
+        options: DecodeOptions,
+        processors: Sequence[Processor] = (),
+        lists: Shortlists | None = None,
+    ) -> None:
+        """``lists`` are those of the options' shortlist; without them, the same for all rows."""
         self.spec, self.processors = engine.spec, processors
         ranking = engine if isinstance(engine, Ranking) else None
         self.topk_pays = ranking is None or ranking.topk_pays
-        self._listed: NDArray[np.int64] | None = None
-        self._matrix: Floats | None = None  # [n, M]
-        self._bias: Floats | None = None  # [n]
-        if options.shortlist is not None:
-            self._listed = np.unique([*options.shortlist, *options.end_ids(engine.spec)]).astype(np.int64)
-            self._matrix = engine.output_rows(self._listed)
-            self._bias = engine.output_bias(self._listed)
-        self.log_softmax = None if ranking is None or ranking.topk_pays else ranking.log_softmax
-        self._log_probs = LogProbs(self.log_softmax)
-        self._scratch: dict[str, Floats] = {}
+        self._lists = shortlists_of(options, engine.spec) if lists is None else lists
+        self._product = None if self._lists is None else product_of(engine)
+        if self._lists is not None and self._product is not None:
+            self._product.choose(self._lists.ids)
+        self._scattered = False  # whether the last scores had a column for every token
+        # What looks at all columns must find them at the same places whatever else is in the batch.
+        occasional = all(isinstance(processor, Occasional) for processor in processors)
+        by_source = self._lists is not None and self._lists.per_source
+        self._scatters = by_source and (options.sample or not occasional)
+        log_softmax = None if ranking is None or ranking.topk_pays else ranking.log_softmax
+        # The columns of a row's own list are at other places in another batch.
+        self.log_probs = LogProbs(log_softmax, any_order=by_source)
+        self._buffer: Floats = np.empty((0, 0), np.float32)
 
     @property
     def want(self) -> Want:
         """What a step must compute; with a shortlist, the product with the output matrix is computed here."""
-        return Want.LOGITS if self._matrix is None else Want.HIDDEN
+        return Want.LOGITS if self._product is None else Want.HIDDEN
 
     @property
     def ids(self) -> NDArray[np.int64] | None:
-        """The token of each column; None if the column is the token."""
-        return None if self.processors else self._listed
+        """The token of each column of the last scores; None if the column is the token."""
+        return None if self._lists is None or self._scattered else self._lists.ids
 
-    def logits(self, out: StepOut) -> Floats:
-        """Return the scores of a step's last position before any processor; the array may belong to the engine."""
-        if self._matrix is not None and out.hidden is not None:
-            return self._product(out.hidden[:, -1], self._matrix)
-        if out.logits is None:
-            raise SpecMismatch("the engine returned no logits although they were wanted")
-        return out.logits[:, -1] if self._listed is None else out.logits[:, -1, self._listed]
+    def logits(self, out: StepOut, sources: NDArray[np.int64] | None = None) -> Floats:
+        """Return the scores of a step's last position before any processor; the array may belong to the engine.
+
+        ``sources`` [R] are the sources of all rows, which leave and join; only lists by source need them.
+        """
+        self._scattered = False
+        lists = self._lists
+        if lists is None:
+            return _needed_logits(out)[:, -1]
+        if sources is not None and lists.cover(sources) and self._product is not None:
+            self._product.choose(lists.ids)
+        if self._product is not None and out.hidden is not None:
+            scores = self._product(out.hidden[:, -1])
+        else:
+            scores = _needed_logits(out)[:, -1, lists.ids]
+        lists.restrict(scores)
+        return self._scatter(scores, lists.ids) if self._scatters else scores
 
     @property
     def relative(self) -> bool:
@@ -58,57 +76,40 @@ class Scorer:
 
     def normalize(self, scores: Floats) -> None:
         """Turn scores into log-probabilities, in place."""
-        self._log_probs.normalize(scores)
+        self.log_probs.normalize(scores)
 
     def log_probs_of(self, scores: Floats, columns: NDArray[np.int64]) -> Floats:
         """Return the log-probability of one column of each row."""
-        return self._log_probs.of_columns(scores, columns)
+        return self.log_probs.of_columns(scores, columns)
 
     def processed(self, scores: Floats, history: History) -> Floats:
         """Return scores after every processor, for the rows of a step.
 
         They are changed in place, the engine's own if ``scores`` are: a copy of a large vocabulary takes longer than
-        all processors. The columns of a shortlist become those of the vocabulary.
+        all processors. The columns of a shortlist become those of the vocabulary if any processor acts.
         """
-        if not self.processors:
-            return scores
-        if self._listed is not None:
-            listed = self._buffer("processed", (len(scores), self.spec.vocab_size))
-            listed[...] = NEG_INF
-            listed[:, self._listed] = scores
-            scores = listed
-        for processor in self.processors:
+        acting = [one for one in self.processors if not isinstance(one, Occasional) or one.acts(history)]
+        if acting and self.ids is not None:
+            scores = self._scatter(scores, self.ids)
+        for processor in acting:
             scores = processor(history, scores)
         return scores
 
-    def _product(self, hidden: Floats, matrix: Floats) -> Floats:
-        # For one row numpy's library uses another routine, which starts threads at a smaller size: two rows are faster.
-        rows = hidden if len(hidden) > 1 else np.repeat(hidden, 2, 0)
-        result = self._buffer("product", (len(rows), len(matrix)))
-        multiply(rows, matrix, result)
-        if self._bias is not None:
-            np.add(result, self._bias, out=result)
-        return result[: len(hidden)]
-
-    def _buffer(self, name: str, shape: tuple[int, ...]) -> Floats:
-        """Return an array that is reused at every step: a step allocates nothing that grows with the vocabulary."""
-        buffer = self._scratch.get(name)
-        if buffer is None or buffer.shape != shape:
-            buffer = self._scratch[name] = np.empty(shape, np.float32)
-        return buffer
+    def _scatter(self, scores: Floats, ids: NDArray[np.int64]) -> Floats:
+        """Return scores with a column for every token, in an array that is reused at every step."""
+        self._scattered = True
+        shape = len(scores), self.spec.vocab_size
+        if self._buffer.shape != shape:
+            self._buffer = np.empty(shape, np.float32)
+        self._buffer[...] = NEG_INF
+        self._buffer[:, ids] = scores
+        return self._buffer
 
 
-def multiply(rows: Floats, matrix: Floats, out: Floats) -> None:
-    """Write rows [R, M], two or more, times the rows of a matrix [n, M] into an array [R, n], in this thread only.
-
-    For a large product numpy's library would wake its own threads, which wait for cores on which onnxruntime's threads
-    spin: 5 ms instead of 0.05 were measured. So the product is cut into small ones. The matrix is used as it was read:
-    transposing it takes longer than a few steps.
-    """
-    width = max(1, IN_ONE_THREAD // rows.size)
-    for start in range(0, len(matrix), width):
-        part = slice(start, start + width)
-        np.matmul(rows, matrix[part].T, out=out[:, part])
+def _needed_logits(out: StepOut) -> Floats:
+    if out.logits is None:
+        raise SpecMismatch("the engine returned no logits although they were wanted")
+    return out.logits
 
 
 def check_numbers(scores: Floats) -> None:

@@ -13,6 +13,7 @@ from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.decoding.prompts import Prompt
 from fatdeploy.runtimes.decoding.stops import Stops
 from fatdeploy.runtimes.engines.protocol import Rows, StepOut, Want
+from fatdeploy.runtimes.shortlist.lists import SourceLists
 from fatdeploy.spec import ModelSpec, Tokens
 
 # Rows of the engine: all of them, or their indices.
@@ -93,6 +94,7 @@ class Task:
     sources: Sequence[NDArray[np.generic]]
     prompts: Sequence[Prompt]
     stops: Stops
+    table: SourceLists | None = None  # for shortlist="auto"
 
     @cached_property
     def begins(self) -> NDArray[np.int64]:
@@ -107,7 +109,7 @@ class Task:
     def part(self, sources: Sequence[int]) -> "Task":
         """Return the task of some of the sources."""
         own = [self.sources[source] for source in sources], [self.prompts[source] for source in sources]
-        return Task(self.options, self.spec, *own, self.stops.part(sources))
+        return Task(self.options, self.spec, *own, self.stops.part(sources), self.table)
 
     def first_tokens(self, sources: Sequence[int] | None = None) -> Tokens:
         """Return the first tokens to read [B, t]: as many as the shortest prompt has, one row per source."""

@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 from copy import copy
 
 from fatdeploy.errors import ConfigError
+from fatdeploy.runtimes.decoding.hypothesis import Hypothesis
 from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.decoding.prompts import PrefixIds
 
 TextOf = Callable[[Sequence[int]], str]
 
@@ -51,6 +53,14 @@ class Stops:
             text = self._text_of(tokens)
             return None if text_end(text, self.texts, self._prefix_lengths[source]) is None else 0
         return None
+
+
+def text_of_result(text_of: TextOf, result: Hypothesis, stops: Sequence[str | Sequence[int]], prefix: PrefixIds) -> str:
+    """Return the text of a result, which ends where a stop begins if one ended it."""
+    text = text_of(result.tokens)
+    if result.finish != "stop":
+        return text
+    return cut_text(text, [stop for stop in stops if isinstance(stop, str)], len(text_of(tuple(prefix))))
 
 
 def cut_text(text: str, stops: Sequence[str], prefix_length: int = 0) -> str:

@@ -20,6 +20,7 @@ ELEMENT_TYPES = {
     "bfloat16": ElementType(2, 16, "bfloat16", "BF16"),
     "int64": ElementType(8, 7, "int64", "INT64"),
     "int8": ElementType(1, 3, "int8", "INT8"),
+    "uint8": ElementType(1, 2, "uint8", "UINT8"),
     "bool": ElementType(1, 9, "bool", "BOOL"),
 }
 

@@ -19,83 +19,125 @@ BITS = "uint16"
 def stored_output_rows(bundle: Bundle, ids: Ids) -> Floats | None:
     """Return the rows of a bundle's output matrix that belong to ids, [n, M]; None if it has no matrix."""
     check_ids(bundle.spec, ids)
-    manifest = bundle.manifest
-    if manifest.format < OUTPUT_MATRIX_SINCE:
-        raise ConfigError(
-            f"{bundle.path} was written before bundles recorded where their output matrix is: export it again with "
-            "this version: fatdeploy export SOURCE --out DIR --force"
-        )
-    matrix, width = manifest.output_matrix, bundle.spec.width
-    if matrix is None or width is None:
-        return None
-    return _integers(bundle, matrix, ids, width) if matrix.scales is not None else _floats(bundle, matrix, ids, width)
+    stored = stored_matrix(bundle)
+    return None if stored is None else stored.rows(ids)
 
 
 def stored_output_bias(bundle: Bundle, ids: Ids) -> Floats | None:
     """Return what a bundle adds to the products with the rows of ids, [n]; None if it adds nothing."""
     check_ids(bundle.spec, ids)
     matrix = bundle.manifest.output_matrix
-    if matrix is None or matrix.bias is None:
+    return None if matrix is None else StoredMatrix(bundle, matrix, 1).bias(ids)
+
+
+def stored_matrix(bundle: Bundle) -> "StoredMatrix | None":
+    """Return a bundle's output matrix; None if it has none."""
+    manifest = bundle.manifest
+    if manifest.format < OUTPUT_MATRIX_SINCE:
+        raise ConfigError(
+            f"{bundle.path} was written before bundles recorded where their output matrix is: export it again with "
+            "this version: fatdeploy export SOURCE --out DIR --force"
+        )
+    if manifest.output_matrix is None or bundle.spec.width is None:
         return None
-    bias: Floats = _mapped(bundle, matrix.bias, "float32", (bundle.spec.vocab_size, 1))[ids, 0]
-    return bias
+    return StoredMatrix(bundle, manifest.output_matrix, bundle.spec.width)
 
 
-def _floats(bundle: Bundle, matrix: OutputMatrix, ids: Ids, width: int) -> Floats:
-    """Return rows of floats of any size as float32, the type of hidden states."""
-    shape = (width, bundle.spec.vocab_size) if matrix.transposed else (bundle.spec.vocab_size, width)
-    stored = _mapped(bundle, matrix.offset, BITS if matrix.dtype == "bfloat16" else matrix.dtype, shape)
-    rows = (stored.T if matrix.transposed else stored)[ids]
-    if matrix.dtype == "bfloat16":
-        return (rows.astype(np.uint32) << 16).view(np.float32)
-    return np.ascontiguousarray(rows, np.float32)
+class StoredMatrix:
+    """A bundle's output matrix in its weights file, which is opened once however often rows are read."""
 
+    def __init__(self, bundle: Bundle, matrix: OutputMatrix, width: int) -> None:
+        self._bundle, self._matrix, self._width = bundle, matrix, width
+        self._n_rows = bundle.spec.vocab_size
+        self._arrays: dict[tuple[int, str, tuple[int, int]], NDArray[Any]] = {}
 
-def _integers(bundle: Bundle, matrix: OutputMatrix, ids: Ids, width: int) -> Floats:
-    """Return dequantized rows of integers."""
-    rows = _columns(bundle, matrix, ids, width) if matrix.block_size is None else _blocks(bundle, matrix, ids, width)
-    if matrix.smoothing is None:
+    @property
+    def has_byte_rows(self) -> bool:
+        """Whether a row is bytes with one scale."""
+        return self._matrix.dtype == "int8" and self._matrix.block_size is None
+
+    @property
+    def activation(self) -> tuple[float, int] | None:
+        """The scale and the zero of hidden states as bytes; None if each row has a scale of its own."""
+        return self._matrix.activation
+
+    def rows(self, ids: Ids) -> Floats:
+        """Return rows [n, M] as float32, the type of hidden states."""
+        if self._matrix.scales is None:
+            return self._floats(ids)
+        rows = self._columns(ids) if self.has_byte_rows else self._blocks(ids)
+        smoothing = self.smoothing
+        return rows if smoothing is None else rows / smoothing
+
+    def byte_rows(self, ids: Ids) -> tuple[NDArray[np.int8], Floats]:
+        """Return rows [n, M] of bytes, and their scales [n]."""
+        scales = self._mapped(self._matrix.scales or 0, "float32", (self._n_rows, 1))[ids, 0]
+        return self._mapped(self._matrix.offset, "int8", (self._n_rows, self._width))[ids], scales
+
+    @property
+    def smoothing(self) -> Floats | None:
+        """What hidden states are divided by before they are multiplied with bytes, [M]; None if they are not."""
+        if self._matrix.smoothing is None:
+            return None
+        smoothing: Floats = self._mapped(self._matrix.smoothing, "float32", (1, self._width))[0]
+        return smoothing
+
+    def bias(self, ids: Ids) -> Floats | None:
+        """Return what is added to the products with rows, [n]; None if nothing is."""
+        if self._matrix.bias is None:
+            return None
+        bias: Floats = self._mapped(self._matrix.bias, "float32", (self._n_rows, 1))[ids, 0]
+        return bias
+
+    def _floats(self, ids: Ids) -> Floats:
+        matrix = self._matrix
+        shape = (self._width, self._n_rows) if matrix.transposed else (self._n_rows, self._width)
+        stored = self._mapped(matrix.offset, BITS if matrix.dtype == "bfloat16" else matrix.dtype, shape)
+        rows = (stored.T if matrix.transposed else stored)[ids]
+        if matrix.dtype == "bfloat16":
+            return (rows.astype(np.uint32) << 16).view(np.float32)
+        return np.ascontiguousarray(rows, np.float32)
+
+    def _columns(self, ids: Ids) -> Floats:
+        """Return dequantized rows of bytes with one scale each."""
+        values, scales = self.byte_rows(ids)
+        rows: Floats = values * scales[:, None]
         return rows
-    unsmoothed: Floats = rows / _mapped(bundle, matrix.smoothing, "float32", (1, width))
-    return unsmoothed
 
+    def _blocks(self, ids: Ids) -> Floats:
+        """Return dequantized rows of blocks of 8-bit or 4-bit numbers."""
+        matrix, size = self._matrix, self._matrix.block_size or self._width
+        n_scales = -(-self._width // size)
+        scales = self._mapped(matrix.scales or 0, "float32", (self._n_rows, n_scales))[ids]
+        zeros: Any = 128
+        if matrix.dtype == "int8":
+            values = self._mapped(matrix.offset, "uint8", (self._n_rows, n_scales * size))[ids]
+        else:
+            values = _unpacked(self._mapped(matrix.offset, "uint8", (self._n_rows, n_scales * size // 2))[ids])
+            zeros = 8
+        if matrix.zeros is not None:
+            shape = (self._n_rows, -(-n_scales // 2))
+            zeros = _unpacked(self._mapped(matrix.zeros, "uint8", shape)[ids])[:, :n_scales, None]
+        numbers = (values.reshape(len(ids), n_scales, size).astype(np.float32) - zeros) * scales[..., None]
+        return np.ascontiguousarray(numbers.reshape(len(ids), -1)[:, : self._width])
 
-def _columns(bundle: Bundle, matrix: OutputMatrix, ids: Ids, width: int) -> Floats:
-    n_rows = bundle.spec.vocab_size
-    scales = _mapped(bundle, matrix.scales or 0, "float32", (n_rows, 1))[ids]
-    rows: Floats = _mapped(bundle, matrix.offset, "int8", (n_rows, width))[ids] * scales
-    return rows
-
-
-def _blocks(bundle: Bundle, matrix: OutputMatrix, ids: Ids, width: int) -> Floats:
-    n_rows, size = bundle.spec.vocab_size, matrix.block_size or 1
-    n_scales = -(-width // size)
-    scales = _mapped(bundle, matrix.scales or 0, "float32", (n_rows, n_scales))[ids]
-    zeros: Any = 128
-    if matrix.dtype == "int8":
-        values = _mapped(bundle, matrix.offset, "uint8", (n_rows, n_scales * size))[ids]
-    else:
-        values = _unpacked(_mapped(bundle, matrix.offset, "uint8", (n_rows, n_scales * size // 2))[ids])
-        zeros = 8
-    if matrix.zeros is not None:
-        shape = (n_rows, -(-n_scales // 2))
-        zeros = _unpacked(_mapped(bundle, matrix.zeros, "uint8", shape)[ids])[:, :n_scales, None]
-    numbers = (values.reshape(len(ids), n_scales, size).astype(np.float32) - zeros) * scales[..., None]
-    return np.ascontiguousarray(numbers.reshape(len(ids), -1)[:, :width])
+    def _mapped(self, offset: int, dtype: str, shape: tuple[int, int]) -> NDArray[Any]:
+        """Return a view of an array in the weights file."""
+        key = offset, dtype, shape
+        if key in self._arrays:
+            return self._arrays[key]
+        bundle = self._bundle
+        end, size = offset + math.prod(shape) * np.dtype(dtype).itemsize, bundle.manifest.files[WEIGHTS].size
+        if end > size:
+            raise BundleError(
+                f"{bundle.path}: the output matrix must end within {size} bytes of {WEIGHTS}, "
+                f"the manifest says {end}; export the bundle again"
+            )
+        # As a plain array: rows picked from a memmap would be memmaps too, and keep the file open as long as they live.
+        self._arrays[key] = np.asarray(np.memmap(bundle.file(WEIGHTS), dtype, "r", offset, shape))
+        return self._arrays[key]
 
 
 def _unpacked(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return 4-bit numbers that are stored two per byte, the first in the low half."""
     return np.stack([values & 15, values >> 4], -1).reshape(*values.shape[:-1], -1)
-
-
-def _mapped(bundle: Bundle, offset: int, dtype: str, shape: tuple[int, int]) -> NDArray[Any]:
-    """Return a view of an array in the weights file."""
-    end, size = offset + math.prod(shape) * np.dtype(dtype).itemsize, bundle.manifest.files[WEIGHTS].size
-    if end > size:
-        raise BundleError(
-            f"{bundle.path}: the output matrix must end within {size} bytes of {WEIGHTS}, "
-            f"the manifest says {end}; export the bundle again"
-        )
-    # As a plain array: rows picked from a memmap would be memmaps too, and keep the file open as long as they live.
-    return np.asarray(np.memmap(bundle.file(WEIGHTS), dtype, "r", offset, shape))

@@ -108,6 +108,27 @@ class Engine(Stepper[State], Protocol[State]):
         ...
 
 
+class OutputProduct(Protocol):
+    """Hidden states times chosen rows of the output matrix, computed in the caller's thread."""
+
+    def choose(self, ids: Ids) -> None:
+        """Multiply with the rows of these ids from now on."""
+        ...
+
+    def __call__(self, hidden: Floats) -> Floats:
+        """Return hidden states [R, M] times the chosen rows, plus their bias, [R, n]; the caller may change it."""
+        ...
+
+
+@runtime_checkable
+class Multiplying(Protocol):
+    """An engine that multiplies hidden states with rows of its output matrix faster than numpy."""
+
+    def output_product(self) -> OutputProduct | None:
+        """Return a product that one decode uses; None if logits are not the hidden state times a matrix."""
+        ...
+
+
 @runtime_checkable
 class Refilling(Engine[State], Protocol[State]):
     """An engine whose rows may be at different positions: new sources take the places of finished ones."""

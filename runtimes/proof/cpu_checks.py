@@ -1,12 +1,9 @@
 """On which kinds of CPU a quantized bundle was checked: its certificate gets one entry per kind."""
 
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
-from fatdeploy.bundle import Bundle, copy_files, write_manifest
+from fatdeploy.bundle import Bundle, changed_bundle
 from fatdeploy.certificate import CpuCheck, read_certificate, write_certificate
-from fatdeploy.folders import replaced_folder
 from fatdeploy.machine import Machine, this_machine
 from fatdeploy.targets import CpuClass
 
@@ -15,20 +12,8 @@ def record_here(bundle: Bundle, share: float) -> None:
     """Add this machine's kind of CPU to a bundle's certificate; it replaces an earlier entry of the same kind."""
     certificate, here = read_certificate(bundle), cpu_check(share)
     others = [check for check in certificate.checked_on if check.cpu_class != here.cpu_class]
-    with replaced_folder(bundle.path, force=True) as new:
-        copy_files(bundle, new)
+    with changed_bundle(bundle, bundle.manifest) as new:
         write_certificate(new, replace(certificate, checked_on=(*others, here)))
-        write_manifest(new, bundle.manifest)
-        # Files that the manifest does not list are somebody else's: they stay, and stay unlisted.
-        shutil.copytree(
-            bundle.path,
-            new,
-            symlinks=True,
-            dirs_exist_ok=True,
-            ignore=lambda folder, names: [
-                name for name in names if (new / Path(folder).relative_to(bundle.path) / name).is_file()
-            ],
-        )
 
 
 def cpu_check(share: float) -> CpuCheck:

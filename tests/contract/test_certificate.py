@@ -31,6 +31,7 @@ from fatdeploy.machine import Machine
 from fatdeploy.manifest import FORMAT, PARITY
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.proof.promise import promise_of
+from fatdeploy.runtimes.shortlist.table import read_table
 
 DATA = Path(__file__).parents[1] / "data" / "bundles"
 FORMATS = sorted(path.name for path in DATA.iterdir())
@@ -228,3 +229,22 @@ def test_impossible_counts_are_refused(copied: Bundle) -> None:
     values["gate"]["agreement"] |= {"same_tokens": 7, "tokens": 3}
     with pytest.raises(BundleError, match=r"gate\.agreement: expected some of at least one token, found 7 of 3"):
         read_certificate(rewritten(copied, values))
+
+
+def test_a_bundle_with_a_shortlist_keeps_it() -> None:
+    with fatdeploy.load(DATA / "1.5", threads=1) as model:
+        record = model.bundle.manifest.shortlist
+        assert record is not None
+        assert (record.lines, record.held_out, record.frequent) == (27, 3, 10)
+        (listed,) = model.generate([SOURCE], max_new_tokens=8, shortlist="auto")
+    table = read_table(model.bundle)
+    assert table is not None
+    assert set(listed.tokens) <= {*table.frequent.tolist(), *table.targets_of(np.array(SOURCE)).tolist()}
+    assert tuple(listed.tokens) == (29, 8, 35, 8, 43, 39, 43, 50)
+
+
+def test_a_smoothed_output_matrix_says_how_hidden_states_become_bytes() -> None:
+    matrix = read_bundle(DATA / "1.5").manifest.output_matrix
+    assert matrix is not None
+    assert (matrix.dtype, matrix.block_size, matrix.smoothing, matrix.bias) == ("int8", None, 24576, 24960)
+    assert matrix.activation == (pytest.approx(0.01990777), 127)

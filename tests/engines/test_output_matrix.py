@@ -62,10 +62,13 @@ def test_a_shortlist_adds_the_output_bias(target: Target, precision: Precision, 
     origin = Origin(name="biased", random=True)
     engine = OrtEngine(write_bundle(model, tmp_path / "bundle", origin=origin, target=target, precision=precision))
     ids = np.array([41, 3, 3, 0])
-    np.testing.assert_array_equal(engine.output_bias(ids), model.output_bias.detach().numpy()[ids])
+    bias = model.output_bias.detach().numpy()[ids]
     if precision == "int8":
-        return  # activations of a shortlist stay floats, so that tokens may differ from those of the whole vocabulary
-    check_output_rows(engine)
+        # It contains what the integers lose on average, as the graph's does.
+        np.testing.assert_allclose(engine.output_bias(ids), bias, atol=0.02)
+    else:
+        np.testing.assert_array_equal(engine.output_bias(ids), bias)
+        check_output_rows(engine)
     sources = [[5, 9, 33], [8, 60, 4, 4, 12], [7]]
     everything = [*range(engine.spec.vocab_size)]
     for beams in (1, 3):

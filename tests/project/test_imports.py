@@ -213,7 +213,7 @@ def test_the_public_surface_is_what_it_says() -> None:
     assert sorted(fatdeploy.__all__) == fatdeploy.__all__
     assert all(hasattr(fatdeploy, name) for name in fatdeploy.__all__)
     types = {"Bundle", "DecodeOptions", "Event", "Hypothesis", "Inspection", "Model", "Stream", "Verification"}
-    calls = {"export_model", "inspect", "load", "verify"}
+    calls = {"build_shortlist", "export_model", "inspect", "load", "verify"}
     assert all(callable(getattr(fatdeploy, name)) for name in calls)
     others = {"__version__", *types, *calls}
     errors = [getattr(fatdeploy, name) for name in fatdeploy.__all__ if name not in others]

@@ -4,6 +4,8 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from fatdeploy.bundle import Bundle, write_manifest
 from fatdeploy.export.g2p import CALIBRATION, CHECKPOINT, NAME
 from fatdeploy.export.g2p import PROBES as G2P_PROBES
@@ -13,7 +15,10 @@ from fatdeploy.export.models.loading import model_from_source
 from fatdeploy.export.pipeline import Origin, Plain, trial_of, write_quantized
 from fatdeploy.export.quantize.examples import examples_from_file, random_examples
 from fatdeploy.export.quantize.gate import RANDOM_STEPS
+from fatdeploy.export.quantize.integers import WeightBits
+from fatdeploy.export.quantize.planning.costs import ProductShape
 from fatdeploy.export.quantize.quantizer import Quantizer
+from fatdeploy.export.quantize.recipe import Form
 from fatdeploy.export.quantize.request import Integers, QuantizeRequest, Trial
 from fatdeploy.manifest import DECODER, ENCODER, REQUIRED, Manifest, Provenance, Quantization
 from fatdeploy.runtimes.text.tokenizer import tokenizer_from_file
@@ -54,6 +59,22 @@ def quantized_of(preset: str, precision: Integers, cpu: CpuClass = "any") -> Bun
     request = QuantizeRequest(precision=precision, cpu=cpu)
     trial = trial_of(origin, request, examples, None, lambda _: None)
     return _shared(bundle_of(preset), exportable_model(model_of(preset)), origin, trial)
+
+
+@cache
+def formed_of(preset: str, form: Form, *, smoothed: bool = False) -> Bundle:
+    """Return a preset whose matrices are int8 in one form, whatever other forms would cost."""
+
+    def cost(other: Form, shape: ProductShape, bits: WeightBits, *, smoothed: bool) -> float:
+        return float(other != form) + float(smoothed != wanted) / 2
+
+    wanted, name = smoothed, f"{preset}-{form}{'-smoothed' if smoothed else ''}"
+    examples = random_examples(model_of(preset).spec, 0), random_examples(model_of(preset).spec, 1)[:12]
+    origin = Origin(name=name, random=True)
+    trial = trial_of(origin, QuantizeRequest(precision="int8"), examples, None, lambda _: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fatdeploy.export.quantize.planning.form_search.cost_of", cost)
+        return _shared(bundle_of(preset), exportable_model(model_of(preset)), origin, trial)
 
 
 @cache

@@ -68,7 +68,7 @@ class BeamSearch:
         shape = (len(self.beams) * self.width, int(task.ends.max())) if scorer.processors else (0, 0)
         self._tokens, self._moved = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         self._n_candidates = options.n_candidates(task.spec) // self.n_groups
-        self._chooser = Chooser(self._n_candidates, scorer.log_softmax)
+        self._chooser = Chooser(self._n_candidates, scorer.log_probs)
 
     def _begun(self, source: int, place: int) -> SourceBeams:
         groups = [self._beam(source) for _ in range(self.n_groups)]
@@ -190,7 +190,7 @@ class BeamSearch:
             return out.top_log_probs[rows, -1], out.top_ids[rows, -1]
         if not isinstance(rows, slice) and not len(rows):
             return np.empty((0, 1), np.float32), np.empty((0, 1), np.int64)
-        scores = self.scorer.logits(out)[rows]
+        scores = self.scorer.logits(out, self._sources())[rows]
         if self.n_groups > 1 and self.rows == 1:
             # All groups begin in the same rows, and each changes their scores in its own way.
             scores = scores.copy()
@@ -227,8 +227,12 @@ class BeamSearch:
         self.scorer.normalize(scores)
         return self.scorer.processed(scores, self._history(rows, chosen)) if self.scorer.processors else scores
 
+    def _sources(self) -> NDArray[np.int64]:
+        """Return the source of each row of the engine."""
+        return np.repeat([beams.source for beams in self.running], self.rows)
+
     def _history(self, rows: Selection, chosen: Tokens) -> History:
-        sources = np.repeat([beams.source for beams in self.running], self.rows)[rows]
+        sources = self._sources()[rows]
         lengths = np.repeat([beams.place for beams in self.running], self.rows)[rows]
         read = self._tokens[: len(self.running) * self.rows, : lengths.max()][rows]
         if not chosen.size:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fatdeploy.runtimes.decoding.log_probs import LogProbs, LogSoftmax, row_blocks
+from fatdeploy.runtimes.decoding.log_probs import LogProbs, row_blocks
 from fatdeploy.runtimes.decoding.scoring import check_numbers
 from fatdeploy.runtimes.engines.protocol import Floats
 from fatdeploy.spec import Tokens
@@ -15,9 +15,9 @@ GROUPS, GROUPS_PER_COLUMN = 1024, 8
 class Chooser:
     """Finds the best few columns of each row without sorting the row or allocating anything of its size."""
 
-    def __init__(self, count: int, log_softmax: LogSoftmax | None = None) -> None:
+    def __init__(self, count: int, log_probs: LogProbs | None = None) -> None:
         self._count = count
-        self._log_probs = LogProbs(log_softmax)
+        self._log_probs = log_probs or LogProbs()
         self._among = np.empty(0, bool)
 
     def best(self, scores: Floats) -> tuple[Floats, Tokens]:

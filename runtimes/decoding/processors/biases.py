@@ -78,6 +78,11 @@ class Forced:
     relative: ClassVar[bool] = True
     tokens: Sequence[dict[int, int]]
 
+    def acts(self, history: History) -> bool:
+        """Whether any row has one of the lengths."""
+        rows = zip(history.sources.tolist(), history.lengths.tolist(), strict=True)
+        return any(length in self.tokens[source] for source, length in rows)
+
     def __call__(self, history: History, scores: Floats) -> Floats:
         for source, length, row in zip(history.sources.tolist(), history.lengths.tolist(), scores, strict=True):
             token = self.tokens[source].get(length)

@@ -1,6 +1,7 @@
 """The processors that options request, in the order of ``transformers``."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -26,10 +27,13 @@ from fatdeploy.runtimes.decoding.processors.repetition import (
 from fatdeploy.runtimes.decoding.prompts import Prompt
 from fatdeploy.runtimes.decoding.search import Task
 from fatdeploy.runtimes.engines.protocol import Floats
+from fatdeploy.runtimes.shortlist.lists import without_never_chosen
 
 
 def processors_of(task: Task) -> list[Processor]:
     """Return the processors for the options; usually there are none, which costs nothing."""
+    if task.options.shortlist == "auto":
+        task = replace(task, options=without_never_chosen(task.options, task.spec))
     return [*_of_sequences(task), *_of_places(task), *(Custom(processor) for processor in task.options.processors)]
 
 

@@ -1,6 +1,6 @@
 """What a processor sees: the tokens that each row has read, and the source that the row belongs to."""
 
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,15 @@ class Processor(Protocol):
 
     def __call__(self, history: History, scores: Floats) -> Floats:
         """Return scores [R, V] for the rows of a step; may change them in place."""
+        ...
+
+
+@runtime_checkable
+class Occasional(Protocol):
+    """A processor that leaves the scores of most steps alone."""
+
+    def acts(self, history: History) -> bool:
+        """Whether it changes any score of a step."""
         ...
 
 

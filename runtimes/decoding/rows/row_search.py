@@ -156,14 +156,14 @@ class RowSearch:
         count = self.rows_per_source if self._is_first else 1
         if count > 1 and not isinstance(rows, slice):
             rows = rows[::count] // count
-        scores = self.scorer.logits(out)[rows]
+        sources = self.targets.sources[self.rows[::count]]
+        scores = self.scorer.logits(out, sources)[rows]
         if self.scorer.processors:
-            scores = self.scorer.processed(scores, self._history(rows, count))
+            scores = self.scorer.processed(scores, self._history(rows, sources[rows]))
         return np.repeat(scores, count, 0) if count > 1 else scores
 
-    def _history(self, rows: Selection, count: int) -> History:
-        """Return what rows of the engine have read, one per source at first."""
-        sources = self.targets.sources[self.rows[::count]][rows]
+    def _history(self, rows: Selection, sources: NDArray[np.int64]) -> History:
+        """Return what rows of the engine have read, one per source at first; ``sources`` are those of the rows."""
         if isinstance(self.place, int):
             return rectangular(self._read_tokens(self.place)[rows], sources)
         lengths = np.maximum(self.place, 1)

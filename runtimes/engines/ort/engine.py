@@ -26,6 +26,7 @@ from fatdeploy.runtimes.engines.ort.device_memory import DeviceBinder, DeviceMem
 from fatdeploy.runtimes.engines.ort.host_memory import ArrayMemory, HostMemory, HostOrDeviceArray
 from fatdeploy.runtimes.engines.ort.log_softmax import LogSoftmax
 from fatdeploy.runtimes.engines.ort.options import OrtOptions
+from fatdeploy.runtimes.engines.ort.output_product import multiplies_bytes, output_product, product_graph
 from fatdeploy.runtimes.engines.ort.refills import refilled, refilled_width
 from fatdeploy.runtimes.engines.ort.saturation import check_saturation
 from fatdeploy.runtimes.engines.ort.sessions import (
@@ -36,7 +37,17 @@ from fatdeploy.runtimes.engines.ort.sessions import (
     run_failed,
 )
 from fatdeploy.runtimes.engines.output_matrix import stored_output_bias, stored_output_rows
-from fatdeploy.runtimes.engines.protocol import Capacity, Floats, Ids, Rows, StepOut, Want, copied, joined
+from fatdeploy.runtimes.engines.protocol import (
+    Capacity,
+    Floats,
+    Ids,
+    OutputProduct,
+    Rows,
+    StepOut,
+    Want,
+    copied,
+    joined,
+)
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 NO_BUFFERS = Buffers([])  # of a released state
@@ -89,6 +100,7 @@ class OrtEngine:
         self.pool = BufferPool()
         check_saturation(self._ort, bundle)
         self._sessions: Sessions | None = opened_sessions(self._ort, bundle, options)
+        self._product_session: Any = None  # opened when it is first needed
         # TensorRT's provider may write state before it has read it, as every provider does with recurrent state.
         recurrent = any(tensor.kind == "recurrent" for tensor in self.spec.state)
         self._has_caches = any(tensor.kind == "cache" for tensor in self.spec.state)
@@ -239,6 +251,13 @@ class OrtEngine:
         """Return what is added to the products with the rows of ids, [n]; None if nothing is."""
         return stored_output_bias(self._bundle, ids)
 
+    def output_product(self) -> OutputProduct | None:
+        """Return a product with rows of the output matrix, which runs on the host; None if the bundle has none."""
+        if self._product_session is None:
+            graph = product_graph(integers=multiplies_bytes(self._bundle))
+            self._product_session = opened_session(self._ort, graph, threads=1)
+        return output_product(self._bundle, self._product_session)
+
     def release(self, state: OrtState) -> None:
         """Take a state back: the next decode of the same shapes reuses its buffers."""
         _check_not_released(state)
@@ -251,7 +270,7 @@ class OrtEngine:
 
     def close(self) -> None:
         """Free the sessions; a decode in progress ends with an error."""
-        self._sessions = None
+        self._sessions = self._product_session = None
         self.pool.clear()
 
     @property

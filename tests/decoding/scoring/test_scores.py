@@ -68,7 +68,7 @@ def test_the_best_log_probabilities_are_those_of_all_and_the_scores_stay_as_they
 ) -> None:
     scores = drawn(shape)
     before = scores.copy()
-    best, columns = Chooser(4, log_softmax).best_log_probs(scores)
+    best, columns = Chooser(4, LogProbs(log_softmax)).best_log_probs(scores)
     np.testing.assert_array_equal(scores, before)
     LogProbs(log_softmax).normalize(scores)
     assert columns.tolist() == np.argsort(-scores, axis=1, kind="stable")[:, :4].tolist()
@@ -77,7 +77,7 @@ def test_the_best_log_probabilities_are_those_of_all_and_the_scores_stay_as_they
 
 def test_where_every_token_is_forbidden_all_log_probabilities_are_infinite(log_softmax: LogSoftmax | None) -> None:
     scores = np.array([[-np.inf] * 3, [0, 0, -np.inf], [-np.inf, 7, -np.inf]], np.float32)
-    best, _ = Chooser(3, log_softmax).best_log_probs(scores)
+    best, _ = Chooser(3, LogProbs(log_softmax)).best_log_probs(scores)
     expected = [[-np.inf] * 3, [-np.log(2), -np.log(2), -np.inf], [0, -np.inf, -np.inf]]
     np.testing.assert_allclose(best, expected, rtol=1e-6)
     LogProbs(log_softmax).normalize(scores)
@@ -88,7 +88,7 @@ def test_scores_that_are_not_numbers_are_an_error_however_they_are_normalized(lo
     scores = drawn((3, 40))
     scores[1, 17] = np.nan
     with pytest.raises(SpecMismatch, match="scores are not numbers"):
-        Chooser(4, log_softmax).best_log_probs(scores)
+        Chooser(4, LogProbs(log_softmax)).best_log_probs(scores)
 
 
 @pytest.mark.parametrize(("shape", "count"), [((5, 9), 1), ((5, BLOCK // 2), 3), ((5, BLOCK), 5), ((3, BLOCK * 2), 3)])
