@@ -97,7 +97,7 @@ def ways(sources: int, position: int) -> dict[str, Run]:
     return {
         "attention": plain,
         "attention_with_indirection": indirect,
-        "copy_of_a_row_a_source": lambda: move_rows(specs, moved, parents.ravel(), position),
+        "copy_of_a_row_a_source": lambda: move_rows(specs, moved, parents.ravel(), np.array(position)),
     }
 
 

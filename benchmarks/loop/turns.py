@@ -48,10 +48,13 @@ class LoopSizes:
 
 
 class CostlessEngine:
-    """Returns the same prepared arrays at every step; all rows of a source are alike, EOS is the least likely token."""
+    """Returns the same prepared arrays at every step; all rows of a source are alike, EOS is the least likely token.
 
-    def __init__(self, batch: int, beams: int, spec: ModelSpec) -> None:
-        self.spec = spec
+    Processors change scores in place, so with ``fresh`` they are written again at every step, as by an engine.
+    """
+
+    def __init__(self, batch: int, beams: int, spec: ModelSpec, *, fresh: bool = False) -> None:
+        self.spec, self.fresh = spec, fresh
         # Spread like those of a trained model: a few tokens stand out, most are very unlikely.
         logits = 4 * np.random.default_rng(0).standard_normal((batch, 1, spec.vocab_size), np.float32)
         logits[..., spec.eos_id] = logits.min() - 1
@@ -73,7 +76,11 @@ class CostlessEngine:
 
     def step(self, tokens: Tokens, state: None, want: Want) -> StepOut:  # noqa: ARG002
         """Return prepared arrays."""
-        return self._outputs[len(tokens)][want]
+        out = self._outputs[len(tokens)][want]
+        if self.fresh and out.logits is not None:
+            by_source = out.logits.reshape(len(self.log_probs), -1, self.spec.vocab_size)
+            np.copyto(by_source, self.log_probs)
+        return out
 
     def reorder(self, state: None, rows: Rows) -> None:
         """Move nothing: rows of a source are alike."""
@@ -103,7 +110,7 @@ def overhead(turn: LoopTurn, sizes: LoopSizes) -> dict[str, Any]:
         vocab_size=turn.vocab_size, max_source=8, max_target=sizes.steps, pad_id=0, bos_id=1, eos_id=2, top_k=16
     )
     options = DecodeOptions(max_new_tokens=sizes.steps, **OPTIONS[turn.case])
-    engine = CostlessEngine(turn.batch, options.num_beams, spec)
+    engine = CostlessEngine(turn.batch, options.num_beams, spec, fresh=turn.case == "beams_ngrams")
     expected = decoded(engine, turn.batch, options, lambda decoding, _: decoding.advance())
     CHECKS[turn.case](expected, engine, sizes.steps)
     seconds: list[float] = []

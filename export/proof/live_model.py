@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,8 @@ def _like(spec: ModelSpec, model: Exportable, source: str) -> Exportable:
         attention_layer=None if spec.alignment is None else spec.alignment.layer,
     )
     chosen = exportable_model(model.inner, choices)
+    # A choice of the exporter for the target, which says nothing about the model.
+    chosen = chosen.with_spec(replace(chosen.spec, row_positions=spec.row_positions))
     model_values, bundle_values = chosen.spec.to_dict(), spec.to_dict()
     reasons = [
         f"{name} is {value}, the bundle's {bundle_values[name]}"

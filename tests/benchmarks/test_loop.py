@@ -36,10 +36,13 @@ class LeavingEngine(CostlessEngine):
         super().__init__(batch, 1, spec)
         ending = self.log_probs.copy()
         ending[1:, :, spec.eos_id] = 1
-        self.outs = {batch: StepOut(logits=ending), 1: StepOut(logits=self.log_probs[:1].copy())}
+        self.scores = {batch: ending, 1: self.log_probs[:1]}
+        self.outs = {rows: StepOut(logits=scores.copy()) for rows, scores in self.scores.items()}
 
     def step(self, tokens: Tokens, state: None, want: Want) -> StepOut:
-        return self.outs[len(tokens)]
+        out = self.outs[len(tokens)]
+        np.copyto(out.logits, self.scores[len(tokens)])
+        return out
 
 
 @pytest.mark.parametrize("beams", [1, BEAMS, "rows leave"])
@@ -49,7 +52,7 @@ def test_stops_and_controls_allocate_nothing_that_grows_with_the_position(beams:
     options = DecodeOptions(max_new_tokens=steps, stop=[(5, 6, 7), (9,)], repetition_penalty=1.2)
     if isinstance(beams, int):
         options = replace(options, num_beams=beams)
-        allocations = allocated(CostlessEngine(1, beams, spec), 1, options, SIZES.positions)
+        allocations = allocated(CostlessEngine(1, beams, spec, fresh=True), 1, options, SIZES.positions)
     else:
         allocations = allocated(LeavingEngine(8, spec), 8, options, SIZES.positions)
     # Half the size of one more copy of the tokens so far.

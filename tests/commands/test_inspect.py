@@ -72,7 +72,8 @@ def test_histograms_count_the_ops_of_the_files_branches_included(preset: str, di
     for part in (ENCODER, DECODER):
         counts = Counter(node.op_type for graph in graphs_of(graph_of(bundle, part)) for node in graph.node)
         assert graphs[part]["ops"]["simplified"] == counts
-        assert sum(graphs[part]["ops"]["traced"].values()) > counts.total()
+        # Where the seams leave nothing to simplify, both have the same ops.
+        assert sum(graphs[part]["ops"]["traced"].values()) >= counts.total()
         [line] = [line for line in lines[lines.index(part) :] if line.startswith("simplified: ")][:1]
         op, count = counts.most_common(1)[0]
         assert line.startswith(f"simplified: {counts.total()} ops: {count} ")

@@ -51,7 +51,9 @@ class Chooser:
         groups = min(width, max(GROUPS, GROUPS_PER_COLUMN * count))
         rest = width % groups
         largest = scores[:, : width - rest].reshape(rows, -1, groups).max(1)
-        np.maximum(largest[:, :rest], scores[:, width - rest :], out=largest[:, :rest])
+        # Row by row: numpy would copy all three parts, because they are not contiguous.
+        for row, remainder in zip(largest[:, :rest], scores[:, width - rest :], strict=True):
+            np.maximum(row, remainder, out=row)
         check_numbers(largest)
         largest.partition(groups - count)
         bounds: Floats = largest[:, groups - count]
