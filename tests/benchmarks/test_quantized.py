@@ -284,7 +284,9 @@ def test_a_run_shows_where_a_step_goes_and_what_it_reads(result: dict[str, Any])
     assert 0 < profile["weight_bytes"] < rows_bytes(result)
     assert profile["bytes_a_second"] > 1e8
     table = quantized_table(result)
-    assert "| `MultiHeadAttention` | " in table
+    # The slowest ops have rows of their own.
+    slowest = max(profile["ops"], key=lambda name: profile["ops"][name]["ms"])
+    assert f"| `{slowest}` | " in table
     assert (
         "| where a step goes, int8, 1 thread: ms in onnxruntime's profile, which costs time itself | batch 2 |" in table
     )
