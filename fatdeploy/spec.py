@@ -8,14 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fatdeploy.errors import SpecMismatch, in_one_line
+from fatdeploy.input_checks import wrong_form, wrong_ids, wrong_padding
 from fatdeploy.records import RecordReader, json_from_record
 from fatdeploy.targets import HalfDtype
 
 Axis = Literal["batch", "rows", "source", "step", "capacity"]
 Tokens = NDArray[np.int64]
 Mask = NDArray[np.bool_]
-
-FEW_IDS = 32
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,7 @@ class TensorSpec:
 
 
 AnyTensor = TypeVar("AnyTensor", bound=TensorSpec)
+AnyArray = TypeVar("AnyArray")  # of numpy, of PyTorch, or an address
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,12 @@ class StateSpec(TensorSpec):
     """A tensor that a decoder passes from step to step.
 
     A ``cache`` is written at new positions only, so past and present may be one buffer. ``recurrent`` state is read
-    after it is written: past and present must be two buffers that swap roles.
+    after it is written: past and present must be two buffers that swap roles. Before the first token state is ``zero``,
+    or what the encoder graph computes from the ``source``.
     """
 
     kind: Literal["cache", "recurrent"]
+    start: Literal["zero", "source"] = "zero"
 
 
 def cache_specs(layer: int, heads: int, head_width: int, dtype: str = "float32") -> tuple[StateSpec, StateSpec]:
@@ -111,7 +113,7 @@ class ModelSpec:
     row_positions: bool = False  # whether rows may be at different positions; the exporter sets it
 
     def __post_init__(self) -> None:
-        reasons = self._wrong_sizes() or self._wrong_special_ids()
+        reasons = self._wrong_sizes() or [*self._wrong_special_ids(), *self._wrong_starts()]
         if reasons:
             raise SpecMismatch("; ".join(reasons))
 
@@ -144,6 +146,23 @@ class ModelSpec:
     def present(self) -> tuple[TensorSpec, ...]:
         """The state as the decoder's outputs."""
         return tuple(TensorSpec(f"present.{tensor.name}", tensor.dtype, tensor.shape) for tensor in self.state)
+
+    @property
+    def starts(self) -> tuple[TensorSpec, ...]:
+        """The state before the first token of tensors that do not start at zero, one row per source."""
+        return tuple(
+            TensorSpec(f"start.{tensor.name}", tensor.dtype, ("batch", *tensor.shape[1:])) for tensor in self._started
+        )
+
+    def started_by(self, outputs: Mapping[str, AnyArray]) -> list[AnyArray | None]:
+        """Return the encoder output that each state tensor starts from; None for those that start at zero."""
+        names = [start.name for start in self.starts]
+        started = dict(zip((tensor.name for tensor in self._started), names, strict=True))
+        return [outputs[started[tensor.name]] if tensor.name in started else None for tensor in self.state]
+
+    @property
+    def _started(self) -> tuple[StateSpec, ...]:
+        return tuple(tensor for tensor in self.state if tensor.start == "source")
 
     @property
     def length_log_probs(self) -> tuple[TensorSpec, ...]:
@@ -185,7 +204,7 @@ class ModelSpec:
 
     def encoder_outputs(self) -> tuple[TensorSpec, ...]:
         """Return the outputs of the encoder graph, in order."""
-        return (*self.memory, *self.length_log_probs)
+        return (*self.memory, *self.length_log_probs, *self.starts)
 
     def decoder_inputs(self, *, branches: bool) -> tuple[TensorSpec, ...]:
         """Return the inputs of the decoder graph, in order; with ``branches`` one of them says what to compute."""
@@ -243,17 +262,17 @@ class ModelSpec:
         reductions per batch, and the only check of the padded arrays.
         """
         reasons = self._wrong_source_form(source, mask) or [
-            *_wrong_ids("source", source, self.n_source_ids),
-            *_wrong_padding(mask),
+            *wrong_ids("source", source, self.n_source_ids),
+            *wrong_padding(mask),
         ]
         if reasons:
             raise SpecMismatch(in_one_line("source refused", reasons))
 
     def check_tokens(self, tokens: Tokens, position: int, capacity: int | None = None) -> None:
         """Raise SpecMismatch unless a step can read these tokens at this position."""
-        reasons = _wrong_form("tokens", tokens, np.dtype(np.int64))
+        reasons = wrong_form("tokens", tokens, np.dtype(np.int64))
         if not reasons:
-            reasons = _wrong_ids("tokens", tokens, self.vocab_size)
+            reasons = wrong_ids("tokens", tokens, self.vocab_size)
             end, limit = position + tokens.shape[1], self.max_target if capacity is None else capacity
             if end > limit:
                 reasons.append(f"a step to position {end} is past max_target = {limit}")
@@ -285,20 +304,26 @@ class ModelSpec:
             reasons.append("silent_ids must leave a token that can be chosen")
         return reasons
 
+    def _wrong_starts(self) -> list[str]:
+        reasons = [
+            f"state {tensor.name} starts from the source, so it must be recurrent, found a {tensor.kind}"
+            for tensor in self._started
+            if tensor.kind != "recurrent"
+        ]
+        return reasons + [
+            f"state {tensor.name} starts from the source, so its axes must be rows and numbers, found "
+            f"{list(tensor.shape)}"
+            for tensor in self._started
+            if tensor.shape[:1] != ("rows",) or not all(isinstance(axis, int) for axis in tensor.shape[1:])
+        ]
+
     def _wrong_source_form(self, source: Tokens, mask: Mask) -> list[str]:
-        reasons = _wrong_form("source", source, np.dtype(np.int64)) + _wrong_form("mask", mask, np.dtype(np.bool_))
+        reasons = wrong_form("source", source, np.dtype(np.int64)) + wrong_form("mask", mask, np.dtype(np.bool_))
         if source.shape != mask.shape:
             reasons.append(f"mask has shape {mask.shape}, the source has {source.shape}")
         if source.ndim == 2 and source.shape[1] > self.max_source:
             reasons.append(f"length {source.shape[1]} is more than max_source = {self.max_source}")
         return reasons
-
-
-def _wrong_ids(name: str, ids: Tokens, n_ids: int) -> list[str]:
-    low, high = _extremes(ids)
-    if low >= 0 and high < n_ids:
-        return []
-    return [f"{name} ids must lie in 0…{n_ids - 1}, found {low if low < 0 else high}"]
 
 
 def _with_dtype(tensor: AnyTensor, dtype: str) -> AnyTensor:
@@ -307,38 +332,6 @@ def _with_dtype(tensor: AnyTensor, dtype: str) -> AnyTensor:
 
 def _halved(tensor: AnyTensor, dtype: HalfDtype) -> AnyTensor:
     return replace(tensor, dtype=dtype) if tensor.dtype == "float32" else tensor
-
-
-def _wrong_form(name: str, array: NDArray[np.generic], dtype: np.dtype[np.generic]) -> list[str]:
-    reasons = []
-    if array.dtype != dtype:
-        reasons.append(f"{name} must be {dtype}, found {array.dtype}")
-    if array.ndim != 2:
-        reasons.append(f"{name} must have two axes (rows, positions), found shape {array.shape}")
-    elif not array.size:
-        reasons.append(f"{name} is empty: shape {array.shape}")
-    return reasons
-
-
-def _extremes(ids: Tokens) -> tuple[int, int]:
-    """Return the least and the largest id; for the few ids of a step a list is faster than an array."""
-    if ids.size > FEW_IDS:
-        return int(ids.min()), int(ids.max())
-    listed = ids.ravel().tolist()
-    return min(listed), max(listed)
-
-
-def _wrong_padding(mask: Mask) -> list[str]:
-    if mask.all():
-        return []
-    reasons = []
-    empty = np.flatnonzero(~mask.any(axis=1))
-    if empty.size:
-        reasons.append(f"row {empty[0]} has no real token")
-    ragged = np.flatnonzero((mask[:, 1:] & ~mask[:, :-1]).any(axis=1))
-    if ragged.size:
-        reasons.append(f"row {ragged[0]} of the mask is not a run of True followed by a run of False (right padding)")
-    return reasons
 
 
 # Tensors of the graph in a quantized bundle that shows whether a CPU adds products of integers exactly.

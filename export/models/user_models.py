@@ -49,7 +49,7 @@ def check_user_model(model: Exportable) -> None:
     memory = Memory(source, mask, model.encoded(source, mask))
     state = model.started(memory, spec.max_target)
     encoded = _wrong_tensors("encode", memory.tensors, spec.memory, sizes)
-    _refuse([*encoded, *_wrong_tensors("start", state, spec.state, sizes)])
+    _refuse([*encoded, *(_wrong_tensors("start", state, spec.state, sizes) or _wrong_starts(state, spec))])
     whole = model.inner(source, mask, tokens)
     _refuse(_wrong_logits("forward", whole, [batch, steps, spec.vocab_size]))
     for position in range(steps):
@@ -89,6 +89,15 @@ def _check_equal(position: int, stepped: Tensor, expected: Tensor) -> None:
             f"step and forward disagree at position {position} by {difference:.1e} in logits, more than {bound:.1e}; "
             "the state must carry all that forward knows about earlier positions"
         )
+
+
+def _wrong_starts(state: tuple[Tensor, ...], spec: ModelSpec) -> list[str]:
+    return [
+        f"start returned {expected.name} with values other than 0, the spec says that it starts at zero; give its "
+        'StateSpec start="source" and it is computed with the memory'
+        for tensor, expected in zip(state, spec.state, strict=True)
+        if expected.start == "zero" and tensor.count_nonzero()
+    ]
 
 
 def _wrong_tensors(

@@ -107,7 +107,10 @@ def _calls(
         position = np.zeros(spec.position.sized(sizes), np.int64)
         feeds = {**inputs, **memory, **_named((spec.tokens, spec.position), [tokens, position])}
         feeds[spec.want.name] = np.array(int(Want.LOGITS))
-        feeds |= {past.name: np.zeros(past.sized(sizes), past.dtype) for past in spec.past}
+        feeds |= {
+            past.name: np.zeros(past.sized(sizes), past.dtype) if start is None else start
+            for past, start in zip(spec.past, spec.started_by(memory), strict=True)
+        }
         yield {
             ENCODER: inputs,
             DECODER: {tensor.name: feeds[tensor.name] for tensor in spec.decoder_inputs(branches=branches)},

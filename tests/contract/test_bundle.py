@@ -197,7 +197,7 @@ def test_a_path_with_a_nul_is_refused() -> None:
         (b'{"a": 1, "b": 2, "b": 3}', "manifest.json cannot be read: b occurs more than once"),
         (b"[" * 100_000, "manifest.json cannot be read: maximum recursion depth"),
         (b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}", "manifest.json"),
-        (b"{}", "manifest.json: format: expected [1, 5], found None"),
+        (b"{}", f"manifest.json: format: expected {list(FORMAT)}, found None"),
         (b" " * (16 << 20) + b"{}", "manifest.json cannot be read: expected at most 16777216 bytes, found more"),
     ],
     ids=lambda value: repr(value[:20]),
@@ -210,7 +210,7 @@ def test_a_manifest_that_is_not_a_json_object_is_refused(folder: Path, text: byt
 @pytest.mark.parametrize("form", [None, 1, "1.0", [1], [1, 0, 0], [True, 0], [1.0, 0], [1, -1], {}, [[1], 0]])
 def test_a_format_that_is_not_a_pair_of_numbers_is_refused(folder: Path, form: object) -> None:
     sealed(folder, {**values_of(folder), "format": form})
-    assert "manifest.json: format: expected [1, 5], found " in refusal(folder)
+    assert f"manifest.json: format: expected {list(FORMAT)}, found " in refusal(folder)
 
 
 def test_a_newer_major_is_refused_with_the_version_to_install_whatever_else_it_says(folder: Path) -> None:
@@ -232,10 +232,10 @@ def test_an_unknown_older_major_is_refused_with_advice_to_export_again(folder: P
 
 
 def test_a_newer_minor_is_read_and_may_have_new_keys_at_the_top_only(folder: Path) -> None:
-    values = {**values_of(folder), "format": [1, 7], "invented": {"later": [1]}}
+    values = {**values_of(folder), "format": [FORMAT[0], FORMAT[1] + 2], "invented": {"later": [1]}}
     sealed(folder, values)
     bundle = read_bundle(folder)
-    assert replace(bundle.manifest, files={}) == replace(PLAIN, format=(1, 7))
+    assert replace(bundle.manifest, files={}) == replace(PLAIN, format=(FORMAT[0], FORMAT[1] + 2))
     values["source"]["invented"] = 1
     sealed(folder, values)
     message = refusal(folder)
@@ -268,7 +268,7 @@ def test_all_problems_of_a_manifest_are_reported_at_once(folder: Path) -> None:
     values = values_of(folder)
     del values["precision"]
     values |= {"target": "tpu", "opset": True, "onnxruntime": ["1.31"], "versions": {"torch": 2}}
-    values["spec"]["state"][0]["kind"] = "tape"
+    values["spec"]["state"][0] |= {"kind": "tape", "start": "memory.keys.0"}
     values["histograms"]["decoder"]["before"]["MatMul"] = 0.5
     values["output_matrix"]["offset"] = -1
     values["files"]["weights.bin"]["size"] = "64"
@@ -282,6 +282,7 @@ def test_all_problems_of_a_manifest_are_reported_at_once(folder: Path) -> None:
         "onnxruntime: expected a list of 2, found ['1.31']",
         "versions.torch: expected str, found 2",
         "spec.state.0.kind: expected one of ['cache', 'recurrent'], found 'tape'",
+        "spec.state.0.start: expected one of ['zero', 'source'], found 'memory.keys.0'",
         "histograms.decoder.before.MatMul: expected int, found 0.5",
         "output_matrix: offset must be 0 or more, found -1",
         "files.weights.bin.size: expected int, found '64'",

@@ -41,6 +41,7 @@ TOKENS = {
     **dict.fromkeys(FORMATS, OLD_TOKENS),
     "1.4": (12, 12, 21, 12, 12, 12, 21, 21),
     "1.5": (19, 5, 21, 26, 47, 26, 47, 24),
+    "1.6": (15, 15, 33, 10, 16, 46, 16, 56),
 }
 
 MACHINE = Machine("made up", None, "x86_64", ("avx2",), 4, None, "Linux 6.1", "3.11.7")
@@ -125,6 +126,12 @@ def test_a_bundle_of_an_imported_model_keeps_its_settings_and_its_text() -> None
 def test_rows_have_one_position_unless_the_bundle_says_otherwise(name: str) -> None:
     spec = read_bundle(DATA / name).spec
     assert (spec.row_positions, spec.position.shape) == ((True, ("rows",)) if name == "1.5" else (False, ()))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_state_starts_at_zero_unless_the_bundle_says_otherwise(name: str) -> None:
+    spec = read_bundle(DATA / name).spec
+    assert [tensor.name for tensor in spec.starts] == (["start.sum"] if name == "1.6" else [])
 
 
 def test_the_output_bias_of_a_bundle_is_read() -> None:

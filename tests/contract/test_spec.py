@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from fatdeploy.errors import SpecMismatch
-from fatdeploy.spec import ModelSpec
+from fatdeploy.records import json_from_record
+from fatdeploy.spec import ModelSpec, StateSpec
 
 SPEC = ModelSpec(vocab_size=9, source_vocab_size=7, max_source=4, max_target=4, pad_id=5, bos_id=8, eos_id=0)
 
@@ -33,6 +34,15 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"source_vocab_size": 5}, "pad_id must lie in 0…4, found 5"),
     ({"vocab_size": 8}, "bos_id must lie in 0…7, found 8"),
     ({"eos_id": -1}, "eos_id must lie in 0…8, found -1"),
+    (
+        {"state": (StateSpec("keys", "float32", ("rows", "capacity"), "cache", "source"),)},
+        "state keys starts from the source, so it must be recurrent, found a cache; state keys starts from the source, "
+        "so its axes must be rows and numbers, found ['rows', 'capacity']",
+    ),
+    (
+        {"state": (StateSpec("sum", "float32", (4, "rows"), "recurrent", "source"),)},
+        "state sum starts from the source, so its axes must be rows and numbers, found [4, 'rows']",
+    ),
     ({"max_target": 0, "width": -2}, "width must be 1 or more, found -2; max_target must be 1 or more, found 0"),
 ]
 
@@ -42,4 +52,4 @@ def test_values_out_of_range_are_all_named(changes: dict[str, Any], reason: str)
     with pytest.raises(SpecMismatch, match=rf"^{re.escape(reason)}$"):
         replace(SPEC, **changes)
     with pytest.raises(SpecMismatch, match=rf"^spec refused: {re.escape(reason)}$"):
-        ModelSpec.from_dict({**SPEC.to_dict(), **changes})
+        ModelSpec.from_dict({**SPEC.to_dict(), **json_from_record(changes)})

@@ -106,6 +106,8 @@ class DeviceMemory:
         self._rows_of_sources = open_session(row_graph(self._read))
         if spec.state:
             self._rows_of_state, self._zero = open_session(row_graph(spec.past)), open_session(zero_graph(spec.past))
+        if spec.starts:
+            self._rows_of_starts = open_session(row_graph(spec.starts))
 
     def encoded(self, encoder: Any, feeds: dict[str, Array]) -> dict[str, HostOrDeviceArray]:
         inputs = {name: self.device.copied_in(array) for name, array in feeds.items()}
@@ -131,6 +133,19 @@ class DeviceMemory:
         buffers = state_buffers(self._spec, sets)
         self.clear(buffers, shapes[0][0] if shapes else 0)
         return buffers
+
+    def started(self, buffers: Buffers, sources: dict[str, HostOrDeviceArray]) -> dict[str, HostOrDeviceArray]:
+        starts = {tensor.name: sources[tensor.name] for tensor in self._spec.starts}
+        if not starts:
+            return sources
+        places = dict(zip(starts, self._from_source(buffers.sets[0]), strict=True))
+        batch = len(next(iter(starts.values())))
+        self._gather(self._rows_of_starts, starts, places, np.arange(batch), batch)
+        return {name: array for name, array in sources.items() if name not in starts}
+
+    def _from_source(self, arrays: Sequence[DeviceArray]) -> list[DeviceArray]:
+        pairs = zip(self._spec.state, arrays, strict=True)
+        return [array for tensor, array in pairs if tensor.start == "source"]
 
     def moved(self, buffers: Buffers, turn: int, rows: Rows, n_rows: int) -> int:
         if rows.tolist() == list(range(n_rows)) or not self._spec.state:

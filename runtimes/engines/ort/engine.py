@@ -142,6 +142,7 @@ class OrtEngine:
         positions = capacity.target_positions if self.branches else self.spec.max_target
         rows = len(source)
         buffers = self._zeros(rows * capacity.rows_per_source, positions)
+        sources = self._memory.started(buffers, sources)
         width = source.shape[1]
         return OrtState(self._binder.values(sources), sources, buffers, capacity, rows, rows, length, width)
 
@@ -226,9 +227,12 @@ class OrtEngine:
             _set_aside(state)
         per_source = state.rows // len(mask)
         rows = (places[:, None] * per_source + np.arange(per_source)).reshape(-1)
-        for tensor, array in zip(self.spec.state, state.arrays[state.turn], strict=True):
+        # One row of each newcomer, which all rows of its place continue: it has read no token yet.
+        first = np.arange(0, newcomers.rows, newcomers.rows // len(new_mask)).repeat(per_source)
+        arrays = state.arrays[state.turn], newcomers.arrays[newcomers.turn]
+        for tensor, array, started in zip(self.spec.state, *arrays, strict=True):
             if tensor.kind == "recurrent":
-                array[rows] = 0
+                array[rows] = started[first]
         _restart(state, rows)
 
     def rest(self, state: OrtState, rows: Rows) -> None:

@@ -26,6 +26,10 @@ class ArrayMemory(Protocol):
         """Return state before the first token."""
         ...
 
+    def started(self, buffers: Buffers, sources: dict[str, HostOrDeviceArray]) -> dict[str, HostOrDeviceArray]:
+        """Write state that starts from the source to the first set; return the sources without it."""
+        ...
+
     def moved(self, buffers: Buffers, turn: int, rows: Rows, n_rows: int) -> int:
         """Make row i of the state continue row rows[i] of ``n_rows``; return which set holds the state now."""
         ...
@@ -45,6 +49,7 @@ class HostMemory:
     def __init__(self, spec: ModelSpec, n_sets: int) -> None:
         self._spec, self._n_sets = spec, n_sets
         self._outputs = [tensor.name for tensor in spec.encoder_outputs()]
+        self._starts = frozenset(tensor.name for tensor in spec.starts)
 
     def encoded(self, encoder: Any, feeds: dict[str, Array]) -> dict[str, HostOrDeviceArray]:
         return {**feeds, **dict(zip(self._outputs, encoder.run(self._outputs, feeds), strict=True))}
@@ -53,6 +58,14 @@ class HostMemory:
         layout = [(shape, tensor.dtype) for shape, tensor in zip(shapes, self._spec.state, strict=True)]
         sets = [[np.zeros(shape, dtype) for shape, dtype in layout] for _ in range(self._n_sets)]
         return state_buffers(self._spec, sets)
+
+    def started(self, buffers: Buffers, sources: dict[str, HostOrDeviceArray]) -> dict[str, HostOrDeviceArray]:
+        if not self._starts:
+            return sources
+        for array, start in zip(buffers.sets[0], self._spec.started_by(sources), strict=True):
+            if start is not None:
+                array[: len(start)] = start
+        return {name: array for name, array in sources.items() if name not in self._starts}
 
     def moved(self, buffers: Buffers, turn: int, rows: Rows, n_rows: int) -> int:  # noqa: ARG002
         # In place: only rows that move, and only their written positions.

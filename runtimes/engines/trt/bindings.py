@@ -17,7 +17,7 @@ def bound_encoder(memory: DecodeMemory, opened: OpenedPlan, profile: int, captur
     """Return the encoder's call into the memory of a decode."""
     sizes = memory.shape.sizes(memory.spec)
     host = HostArrays(memory.device, opened.inputs, sizes)
-    context = _context(opened, profile, memory.sources, sizes)
+    context = _context(opened, profile, {**memory.sources, **memory.starts}, sizes)
     return PlanCall(memory.device, [context], host, memory.sources[opened.inputs[0].name], capture=capture)
 
 

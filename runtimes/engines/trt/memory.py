@@ -42,7 +42,7 @@ class DecodeMemory:
     def __init__(self, device: Device, spec: ModelSpec, shape: DecodeMemoryShape) -> None:
         self.device, self.spec, self.shape = device, spec, shape
         sizes = shape.sizes(spec)
-        sources = (*spec.encoder_inputs(), *spec.encoder_outputs())
+        sources = (*spec.encoder_inputs(), *spec.memory, *spec.length_log_probs)
         self._row_bytes = {
             tensor.name: n_bytes(tensor, {**sizes, "batch": 1, "rows": 1}) for tensor in (*sources, *spec.state)
         }
@@ -53,6 +53,9 @@ class DecodeMemory:
         self.slab = Slab(device, parts | {"spare": max(self._row_bytes.values())})
         self.sources = {tensor.name: self.slab.place(tensor.name) for tensor in sources}
         self.state = [[self.slab.place(name) for name in _place_names(tensor)] for tensor in spec.state]
+        # Where the first step reads the state: the encoder writes it there itself.
+        started = [places[0] for tensor, places in zip(spec.state, self.state, strict=True) if tensor.start == "source"]
+        self.starts = dict(zip((tensor.name for tensor in spec.starts), started, strict=True))
         self.encoding: PlanCall | None = None
         self.calls: dict[tuple[int, int, int], PlanCall] = {}
         self.busy = Lock()  # while a thread uses the memory, so that nobody frees it
@@ -82,8 +85,10 @@ class DecodeMemory:
 
     def move_state(self, rows: Sequence[int], role: int, position: int) -> None:
         """Make row i of the state continue row rows[i], up to the written position."""
-        moves = planned_moves(rows) if position else []
+        moves = planned_moves(rows)
         for tensor, place in zip(self.spec.state, self.places(role)[0], strict=True):
+            if not position and tensor.start == "zero":
+                continue
             strips = written_strips(tensor, self.shape.sizes(self.spec), position)
             self._move(moves, place, self._row_bytes[tensor.name], strips)
 
