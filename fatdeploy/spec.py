@@ -69,6 +69,17 @@ def recurrent_specs(
     )
 
 
+def cell_specs(layer: int, width: int, count: int) -> tuple[StateSpec, ...]:
+    """Return the state of one recurrent decoder layer, which starts from the source; an LSTM has two vectors."""
+    names = (f"state.{layer}", f"cell.{layer}")[:count]
+    return tuple(StateSpec(name, "float32", ("rows", width), "recurrent", "source") for name in names)
+
+
+def context_spec(layer: int, width: int) -> TensorSpec:
+    """Return what every step of one recurrent decoder layer reads of the source's context vector."""
+    return TensorSpec(f"memory.context.{layer}", "float32", ("batch", width))
+
+
 def memory_specs(layer: int, heads: int, head_width: int, dtype: str = "float32") -> tuple[TensorSpec, TensorSpec]:
     """Return the cross keys and values of one decoder layer: the encoder's outputs, the decoder's inputs."""
     shape: tuple[int | Axis, ...] = ("batch", heads, "source", head_width)

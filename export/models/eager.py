@@ -80,7 +80,7 @@ class EagerEngine:
     def length_log_probs(self, state: EagerState) -> Floats:
         """Return log-probabilities [B, max_target] of the target lengths from 1 up."""
         check_length_head(self.spec)
-        log_probs: Floats = state.memory.tensors[-1].numpy()
+        log_probs: Floats = state.memory.tensors[len(self.spec.memory)].numpy()
         return log_probs
 
     @torch.inference_mode()

@@ -21,7 +21,7 @@ class Memory:
 
     source: Tensor  # [B, S] ids
     mask: Tensor  # [B, S], True = a real token
-    tensors: Tensors  # as the spec's ``memory`` describes them
+    tensors: Tensors  # as the spec's ``memory`` describes them; behind them what else the encoder graph returns
 
     def by_source(self, x: Tensor) -> Tensor:
         """Return x [R, t, …] as [B, n, t, …], so that the n rows of a source meet its tensors without copies."""
@@ -125,8 +125,9 @@ class ExportableReference(Exportable):
     def encoded(self, source: Tensor, mask: Tensor) -> Tensors:
         memory = self.inner.encode(source, mask)
         pairs = [tensor for pair in zip(memory.keys, memory.values, strict=True) for tensor in pair]
+        contexts, starts = ([tensor for layer in part for tensor in layer] for part in (memory.contexts, memory.starts))
         if memory.length_logits is None:
-            return tuple(pairs)
+            return (*pairs, *contexts, *starts)
         return (*pairs, memory.length_logits.log_softmax(-1)[:, : self.spec.max_target])
 
     def started(self, memory: Memory, capacity: int) -> Tensors:
@@ -136,10 +137,7 @@ class ExportableReference(Exportable):
     def called(
         self, tokens: Tensor, position: Position, past: Tensors, memory: Memory
     ) -> tuple[DecoderOutput, Tensors]:
-        layers = self.inner.config.decoder_layers
-        per_layer = len(past) // layers
-        parts = [past[index * per_layer : (index + 1) * per_layer] for index in range(layers)]
-        state = DecoderState(position, parts)
+        state = DecoderState(position, self._by_layer(past))
         layer = None if self.spec.alignment is None else self.spec.alignment.layer
         decoded, state = self.inner.decode(tokens, state, self._memory(memory), weights_of=layer)
         attention = None if layer is None else decoded.weights.get(layer, self._no_attention(decoded.hidden, memory))
@@ -157,8 +155,17 @@ class ExportableReference(Exportable):
         return None if self.inner.config.copy else self.inner.output_bias
 
     def _memory(self, memory: Memory) -> SourceMemory:
-        used = memory.tensors[: len(self.spec.memory)]
-        return SourceMemory(memory.source, memory.mask, list(used[::2]), list(used[1::2]))
+        config, used = self.inner.config, memory.tensors[: len(self.spec.memory)]
+        starts = self._by_layer(memory.tensors[len(self.spec.memory) :]) if config.recurrent_decoder else []
+        if config.decoder_attention == "fully_connected":
+            return SourceMemory(memory.source, memory.mask, contexts=self._by_layer(used), starts=starts)
+        contexts: list[Tensors] = [()] * config.decoder_layers
+        return SourceMemory(memory.source, memory.mask, list(used[::2]), list(used[1::2]), contexts, starts)
+
+    def _by_layer(self, tensors: Tensors) -> list[Tensors]:
+        layers = self.inner.config.decoder_layers
+        each = len(tensors) // layers
+        return [tensors[index * each : (index + 1) * each] for index in range(layers)]
 
     def _no_attention(self, hidden: Tensor, memory: Memory) -> Tensor:
         heads = self.inner.config.target_heads.count
@@ -177,16 +184,24 @@ class ExportableUserModel(Exportable):
         return ExportableUserModel(self.inner, spec)
 
     def encoded(self, source: Tensor, mask: Tensor) -> Tensors:
-        return tuple(self.inner.encode(source, mask))
+        memory = Memory(source, mask, tuple(self.inner.encode(source, mask)))
+        if not self.spec.starts:
+            return memory.tensors
+        state = zip(self.spec.state, self.inner.start(memory), strict=False)  # another number is refused elsewhere
+        return (*memory.tensors, *(tensor for entry, tensor in state if entry.start == "source"))
 
     def started(self, memory: Memory, capacity: int) -> Tensors:  # noqa: ARG002
-        return tuple(self.inner.start(memory))
+        return tuple(self.inner.start(self._own(memory)))
 
     def called(
         self, tokens: Tensor, position: Position, past: Tensors, memory: Memory
     ) -> tuple[DecoderOutput, Tensors]:
-        logits, present = self.inner.step(tokens, State(torch.as_tensor(position), past), memory)
+        logits, present = self.inner.step(tokens, State(torch.as_tensor(position), past), self._own(memory))
         return DecoderOutput(None, None, logits), tuple(present)
+
+    def _own(self, memory: Memory) -> Memory:
+        """Return the memory without what else the encoder graph returns."""
+        return Memory(memory.source, memory.mask, memory.tensors[: len(self.spec.memory)])
 
     def logits(self, output: DecoderOutput, memory: Memory) -> Tensor:  # noqa: ARG002
         logits: Tensor = output.inner
@@ -225,6 +240,10 @@ class Choices:
             return ["the exporter does not know the attention of your own model"]
         last = model.config.decoder_layers - 1
         layer = self.attention_layer
+        if model.config.cross_attention == "none":
+            return ["cross_attention = none has no weights of the source"]
+        if model.config.recurrent_decoder and layer != last:
+            return [f"a recurrent decoder attends to the source after its last layer, {last}, found {layer}"]
         return [] if 0 <= layer <= last else [f"attention must be a decoder layer in 0…{last}, found {layer}"]
 
 

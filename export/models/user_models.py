@@ -48,7 +48,8 @@ def check_user_model(model: Exportable) -> None:
     sizes = {"batch": batch, "rows": batch, "source": longest, "capacity": spec.max_target}
     memory = Memory(source, mask, model.encoded(source, mask))
     state = model.started(memory, spec.max_target)
-    encoded = _wrong_tensors("encode", memory.tensors, spec.memory, sizes)
+    own = memory.tensors[: len(memory.tensors) - len(spec.starts)]
+    encoded = _wrong_tensors("encode", own, spec.memory, sizes)
     _refuse([*encoded, *(_wrong_tensors("start", state, spec.state, sizes) or _wrong_starts(state, spec))])
     whole = model.inner(source, mask, tokens)
     _refuse(_wrong_logits("forward", whole, [batch, steps, spec.vocab_size]))

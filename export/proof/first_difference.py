@@ -19,7 +19,6 @@ from fatdeploy.export.graph_files import read_structure, write_structure
 from fatdeploy.export.models.eager import EagerEngine, EagerState
 from fatdeploy.export.models.exportable import Exportable
 from fatdeploy.export.package import write_graphs
-from fatdeploy.export.tracing.modules import started_from_source
 from fatdeploy.export.tracing.scaled_queries import scaled_queries
 from fatdeploy.manifest import DECODER, ENCODER, WEIGHTS
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
@@ -162,8 +161,7 @@ def _calls(model: Exportable, bundle: Bundle, probe: Probe, last_step: int) -> I
     with _recorded(model.inner) as outputs:
         state = engine.encode(probe.source, probe.mask, Capacity(1, spec.max_target))
         sources = _named(spec.encoder_inputs(), [probe.source, probe.mask])
-        encoded = (*state.memory.tensors, *started_from_source(spec, state.tensors))
-        memory = _named(spec.encoder_outputs(), [tensor.numpy() for tensor in encoded])
+        memory = _named(spec.encoder_outputs(), [tensor.numpy() for tensor in state.memory.tensors])
         yield ENCODER, sources, {**outputs, **memory}
         tokens = first_tokens(spec, *probe.tokens.shape)
         for _ in range(call_count(spec, last_step + 1)):

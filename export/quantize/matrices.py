@@ -38,11 +38,14 @@ class Scope:
         return self.outer.constant(name) if constant is None and self.outer is not None else constant
 
     def inner(self) -> Iterator["Scope"]:
-        """Yield this scope and those of all branches."""
+        """Yield this scope and those of all branches.
+
+        The body of a loop is none: its values cannot be looked at from outside, so its matrices stay as they are.
+        """
         yield self
         for node in self.graph.node:
             for attribute in node.attribute:
-                if attribute.type == onnx.AttributeProto.GRAPH:
+                if attribute.type == onnx.AttributeProto.GRAPH and node.op_type == "If":
                     yield from Scope(attribute.g, self).inner()
 
 

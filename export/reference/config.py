@@ -20,9 +20,14 @@ EncoderAttentionKind = Literal[
     "compressed",
     "linear",
     "synthesizer",
+    "lstm",
+    "gru",
 ]
-DecoderAttentionKind = Literal["scaled_dot", "dot", "additive", "local", "linear", "full"]
-CrossAttentionKind = Literal["scaled_dot", "dot", "additive", "fast_fc"]
+DecoderAttentionKind = Literal[
+    "scaled_dot", "dot", "additive", "local", "linear", "full", "lstm", "gru", "fully_connected"
+]
+CrossAttentionKind = Literal["scaled_dot", "dot", "additive", "fast_fc", "none"]
+RecurrentKind = Literal["lstm", "gru"]
 Features = Literal["elu", "softmax", "random", "performer"]
 FcSoftmax = Literal["tanh", "tanh_bounded", "softmax"]
 Relative = Literal["none", "table", "angle"]
@@ -35,7 +40,11 @@ _TAKES_RELATIVE = {"scaled_dot", "dot", "additive", "slow", "local", "strided", 
 # Encoder attentions that mix all positions before they compare them, so that a direction is not possible.
 _BOTH_DIRECTIONS_ONLY = {"linformer", "compressed"}
 # Attentions with matrices beyond queries, keys, values and output, which are as wide as the model and have biases.
-_OWN_MATRICES = {"slow", "compressed", "synthesizer"}
+_OWN_MATRICES = {"slow", "compressed", "synthesizer", "lstm", "gru"}
+# What replaces self-attention by a recurrence of vectors.
+_RECURRENT = {"lstm", "gru", "fully_connected"}
+# Decoder self-attentions that keep all keys and values.
+_CACHED = {"scaled_dot", "dot", "additive", "local"}
 
 # The smallest legal value of every number; a largest one is checked together with what it depends on.
 _AT_LEAST = {
@@ -167,6 +176,21 @@ class ModelConfig:
         return self.tie_embeddings if self.tie_output == "auto" else self.tie_output == "yes"
 
     @property
+    def recurrent_encoder(self) -> bool:
+        """Whether the encoder is a stack of recurrent layers."""
+        return self.encoder_attention in _RECURRENT
+
+    @property
+    def recurrent_decoder(self) -> bool:
+        """Whether the decoder is a stack of recurrent layers, which starts from the source."""
+        return self.decoder_attention in _RECURRENT
+
+    @property
+    def has_caches(self) -> bool:
+        """Whether the decoder keeps keys and values of all positions."""
+        return self.decoder_attention in _CACHED
+
+    @property
     def parallel(self) -> bool:
         """Whether all target positions are decoded in one call (NAT)."""
         return self.decoding == "parallel"
@@ -279,16 +303,34 @@ class ModelConfig:
                 "cross_wiring: matched needs as many encoder as decoder layers, "
                 f"found {self.encoder_layers} and {self.decoder_layers}"
             )
-        reasons += self._wrong_projections()
+        reasons += [*self._wrong_projections(), *self._wrong_recurrence()]
         if self.relative_each_layer and self.relative == "none":
             reasons.append("relative_each_layer: needs relative scores, found relative = none")
         if self.positional_mlp and self.positions == "none":
             reasons.append("positional_mlp: needs position vectors, found positions = none")
         return reasons
 
+    def _wrong_recurrence(self) -> list[str]:
+        """Return why recurrent layers do not go together with other choices."""
+        reasons = []
+        if self.recurrent_encoder and self.encoder_direction == "both" and self.width % 2:
+            reasons.append(f"width: a recurrent encoder in both directions needs an even width, found {self.width}")
+        if self.cross_attention == "none" and not self.recurrent_decoder:
+            reasons.append("cross_attention: none needs a decoder that starts from the source, a recurrent one")
+        if self.decoder_attention == "fully_connected" and self.cross_attention != "none":
+            reasons.append("cross_attention: fully_connected decoders read the context vector, use none")
+        if self.cross_attention == "none" and self.copy:
+            reasons.append("copy: needs the weights of a cross-attention, found cross_attention = none")
+        if self.recurrent_decoder and self.cross_wiring == "matched":
+            reasons.append("cross_wiring: a recurrent decoder has one cross-attention, use last")
+        if self.recurrent_decoder and self.hybrid:
+            reasons.append("hybrid: skips the cross-attention of layers, which recurrent decoders do not have")
+        return reasons
+
     def _wrong_projections(self) -> list[str]:
         """Return why heads cannot be wider than the model, or matrices have no biases."""
         refusing = [f"encoder_attention = {self.encoder_attention}"] if self.encoder_attention in _OWN_MATRICES else []
+        refusing += [f"decoder_attention = {self.decoder_attention}"] if self.recurrent_decoder else []
         refusing += ["cross_attention = fast_fc"] if self.cross_attention == "fast_fc" else []
         changed = {"inner_width": self.inner_width not in (0, self.width), "biases": not self.biases}
         return [

@@ -19,15 +19,19 @@ from fatdeploy.export.reference.layers import FeedForward, Residual, SelfAttenti
 from fatdeploy.export.reference.positions import layer_relative, stack_relative
 from fatdeploy.export.reference.seams import Added, Outputs, Position, seams
 
+NOTHING = torch.empty(0)
+
 
 @dataclass
 class SourceMemory:
     """All that the decoder needs from the source; keys and values are projected once, not per step or beam."""
 
-    source: Tensor  # [B, S] ids
-    valid: Tensor  # [B, S], True = a real token
-    keys: list[Tensor]  # per decoder layer, [B, H, S, D]
-    values: list[Tensor]
+    source: Tensor = NOTHING  # [B, S] ids
+    valid: Tensor = NOTHING  # [B, S], True = a real token
+    keys: list[Tensor] = field(default_factory=list)  # per attention to the source, [B, H, S, D]
+    values: list[Tensor] = field(default_factory=list)
+    contexts: list[LayerState] = field(default_factory=list)  # per recurrent layer, what each step reads, [B, M]
+    starts: list[LayerState] = field(default_factory=list)  # per recurrent layer, its state before the first token
     length_logits: Tensor | None = None  # [B, max_target], only for parallel models with a length head
 
 
@@ -225,15 +229,15 @@ class Decoder(nn.Module):
         self.norm = norm_of(config) if config.norm == "pre" else None
         self.relative = stack_relative(config, config.target_heads, config.max_target)
 
-    def project(self, encoded: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def project(self, encoded: list[Tensor]) -> SourceMemory:
         """Return every layer's cross keys and values, from the encoder outputs that ``cross_wiring`` selects."""
         inputs = encoded if self.config.cross_wiring == "matched" else encoded * len(self.layers)
         pairs = [layer.cross.project(output) for layer, output in zip(self.stack(), inputs, strict=True)]
-        return [keys for keys, _ in pairs], [values for _, values in pairs]
+        return SourceMemory(keys=[keys for keys, _ in pairs], values=[values for _, values in pairs])
 
-    def start(self, rows: int, capacity: int) -> DecoderState:
+    def start(self, memory: SourceMemory, capacity: int) -> DecoderState:
         """Return the state before the first token: caches for ``capacity`` positions, or zero sums."""
-        like, config = self.stack()[0].ffn.out.weight, self.config
+        rows, like, config = len(memory.valid), self.stack()[0].ffn.out.weight, self.config
         heads, width, features = config.target_heads.count, config.target_heads.width, config.feature_width
         shapes: list[tuple[int, ...]] = [(rows, heads, capacity, width)] * 2
         if config.decoder_attention == "linear":
@@ -245,7 +249,7 @@ class Decoder(nn.Module):
     def call(self, tokens: Tensor, state: DecoderState, gate: Tensor | None, weights_of: frozenset[int]) -> Call:
         """Return what the layers share in a call on tokens [R, t]."""
         steps, config = tokens.shape[1], self.config
-        at = torch.arange(steps, device=tokens.device) + _column(state.position)
+        at = positions_of(tokens, state)
         cached = bool(state.layers[0]) and config.decoder_attention != "linear"
         capacity = state.layers[0][0].shape[2] if cached else steps
         j = torch.arange(seams().n_keys(state.position, steps, capacity), device=tokens.device)
@@ -272,9 +276,18 @@ class Decoder(nn.Module):
         hidden = x if self.norm is None else self.norm(x)
         return hidden, cross_weights, DecoderState(state.position + call.at.shape[-1], next_layers)
 
+    def crosses(self) -> list[CrossAttention]:
+        """Return the attentions to the source."""
+        return [layer.cross for layer in self.stack()]
+
     def stack(self) -> list[DecoderLayer]:
         """Return the layers with their type."""
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+
+
+def positions_of(tokens: Tensor, state: DecoderState) -> Tensor:
+    """Return the positions of a call's tokens [R, t], as [t] or, if rows are at different positions, [R, t]."""
+    return torch.arange(tokens.shape[1], device=tokens.device) + _column(state.position)
 
 
 def _column(position: Position) -> Position:

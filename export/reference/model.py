@@ -1,7 +1,7 @@
 """The whole model: embeddings, hybrid gate, both stacks, head, copy mechanism, length head."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,19 @@ from fatdeploy.export.reference.decoder import Decoder, DecoderState, SourceMemo
 from fatdeploy.export.reference.encoder import Encoder
 from fatdeploy.export.reference.layers import Norm, activated, norm_of
 from fatdeploy.export.reference.positions import Positions
+from fatdeploy.export.reference.recurrent_decoder import RecurrentDecoder
+from fatdeploy.export.reference.recurrent_encoder import RecurrentEncoder, context_of, mean_of
 from fatdeploy.export.reference.seams import seams
-from fatdeploy.spec import ModelSpec, StateSpec, TensorSpec, cache_specs, memory_specs, recurrent_specs
+from fatdeploy.spec import (
+    ModelSpec,
+    StateSpec,
+    TensorSpec,
+    cache_specs,
+    cell_specs,
+    context_spec,
+    memory_specs,
+    recurrent_specs,
+)
 
 # The norms of embedded tokens before and after positions are added.
 Norms = tuple[Norm | None, Norm | None]
@@ -34,11 +45,18 @@ def spec_from_config(config: ModelConfig) -> ModelSpec:
     state: list[StateSpec] = []
     memory: list[TensorSpec] = []
     heads = config.target_heads
-    for layer in range(config.decoder_layers):
+    # A recurrent decoder has at most one attention to the source, above all layers.
+    n_crosses = 1 if config.recurrent_decoder else config.decoder_layers
+    for layer in range(0 if config.cross_attention == "none" else n_crosses):
         memory += memory_specs(layer, heads.count, heads.width)
-        if config.decoder_attention == "linear":
+    for layer in range(config.decoder_layers):
+        if config.decoder_attention == "fully_connected":
+            memory.append(context_spec(layer, config.width))
+        if config.recurrent_decoder:
+            state += cell_specs(layer, config.width, 2 if config.decoder_attention == "lstm" else 1)
+        elif config.decoder_attention == "linear":
             state += recurrent_specs(layer, heads.count, config.feature_width, heads.width)
-        elif not config.parallel:
+        elif config.has_caches:
             state += cache_specs(layer, heads.count, heads.width)
     return ModelSpec(
         vocab_size=config.vocab_size,
@@ -108,8 +126,8 @@ class ReferenceModel(nn.Module):
         self.target_norm = norm_of(config) if config.target_embedding_norm != "none" else None
         self.source_positions = Positions(config, config.max_source)
         self.target_positions = Positions(config, config.max_target)
-        self.encoder = Encoder(config)
-        self.decoder = Decoder(config)
+        self.encoder = (RecurrentEncoder if config.recurrent_encoder else Encoder)(config)
+        self.decoder = (RecurrentDecoder if config.recurrent_decoder else Decoder)(config)
         self.head = _HEADS[config.head](config) if config.head in _HEADS else nn.Identity()
         self.copy = nn.Linear(config.width, 1, bias=False) if config.copy else None
         self.length = nn.Linear(config.width, config.max_target) if self._has_length_head else None
@@ -141,15 +159,23 @@ class ReferenceModel(nn.Module):
         at = torch.arange(source.shape[1], device=source.device)
         embedded = _placed(self.source_embedding(source) * self.scale, at, self.source_positions, self._source_norms)
         encoded = self.encoder(self.dropout(embedded), source_mask)
-        keys, values = self.decoder.project(encoded)
-        return SourceMemory(source, source_mask, keys, values, self._length_logits(encoded[-1], source_mask))
+        lengths = None if self.length is None else self.length(mean_of(encoded[-1], source_mask))
+        memory = (
+            self.decoder.project(encoded, context_of(self.config, encoded[-1], source_mask))
+            if isinstance(self.decoder, RecurrentDecoder)
+            else self.decoder.project(encoded)
+        )
+        return replace(memory, source=source, valid=source_mask, length_logits=lengths)
 
     def start(self, memory: SourceMemory, capacity: int | None = None) -> DecoderState:
-        """Return empty caches for ``capacity`` positions (default: ``max_target``), or zero recurrent state."""
+        """Return the state before the first token: empty caches for ``capacity`` positions, zero sums, or a start.
+
+        The capacity defaults to ``max_target``.
+        """
         capacity = self.config.max_target if capacity is None else capacity
         if not 1 <= capacity <= self.config.max_target:
             raise ConfigError(f"capacity must lie in 1…{self.config.max_target} (max_target), found {capacity}")
-        return self.decoder.start(len(memory.valid), capacity)
+        return self.decoder.start(memory, capacity)
 
     def step(self, tokens: Tensor, state: DecoderState, memory: SourceMemory) -> tuple[Tensor, DecoderState]:
         """Return logits [R, t, V] of the next tokens and the state after ``tokens`` [R, t]; caches change in place."""
@@ -200,7 +226,7 @@ class ReferenceModel(nn.Module):
         return (probability + 1e-9).log()
 
     def _check_step(self, tokens: Tensor, state: DecoderState, memory: SourceMemory) -> None:
-        caches = state.layers[0] if self.config.decoder_attention != "linear" else ()
+        caches = state.layers[0] if self.config.has_caches else ()
         self.spec.check_tokens(tokens.cpu().numpy(), int(state.position), caches[0].shape[2] if caches else None)
         if len(tokens) % len(memory.valid):
             raise SpecMismatch(f"step refused: {len(tokens)} rows do not divide among {len(memory.valid)} sources")
@@ -225,14 +251,6 @@ class ReferenceModel(nn.Module):
         generated: Tensor = self.copy(h).sigmoid()
         # Without source information there is nothing to copy.
         return generated if gate is None else generated.masked_fill(gate == 0, 1.0)
-
-    def _length_logits(self, encoded: Tensor, valid: Tensor) -> Tensor | None:
-        if self.length is None:
-            return None
-        real = valid[..., None]
-        mean = (encoded * real).sum(1) / real.sum(1)
-        logits: Tensor = self.length(mean)
-        return logits
 
 
 def _norms(norm: Norm | None, place: EmbeddingNorm) -> Norms:

@@ -9,7 +9,22 @@ PRESETS: dict[str, dict[str, Any]] = {
     "transformer": {"norm": "post", "activation": "relu"},
     "transformer-nat": {"norm": "post", "decoder_attention": "full", "decoding": "parallel", "length": "head"},
     "fast": {"positions": "learned", "relative": "table", "positional_mlp": 8},
-    "at": {"encoder_direction": "left_to_right", "decoder_attention": "linear", "features": "elu", "head": "mlp"},
+    "at": {
+        "encoder_attention": "lstm",
+        "encoder_direction": "left_to_right",
+        "encoder_layers": 1,
+        "decoder_attention": "fully_connected",
+        "decoder_layers": 1,
+        "cross_attention": "none",
+        "positions": "none",
+    },
+    "at-linear": {
+        "encoder_direction": "left_to_right",
+        "decoder_attention": "linear",
+        "features": "elu",
+        "head": "mlp",
+    },
+    "rnn": {"encoder_attention": "lstm", "decoder_attention": "lstm", "positions": "none"},
     "fat": {
         "encoder_attention": "slow",
         "decoder_attention": "linear",

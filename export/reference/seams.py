@@ -20,6 +20,7 @@ from fatdeploy.export.reference.attention import (
     slow_scores,
     split_heads,
 )
+from fatdeploy.export.reference.recurrent import Cell, ConnectedCell, connected, recurred
 
 # A number in PyTorch; in a graph a tensor without axes, or [R] if rows may be at different positions.
 Position = int | Tensor
@@ -75,6 +76,22 @@ class Seams:
         q, k, v = (split_heads(part, heads) for part in qkv.chunk(3, -1))
         sums, normaliser, state = linear_state(features.queries(q), features.keys(k), v, state)
         return merge_heads(features.quotient(sums, normaliser)), state
+
+    def recur(self, x: Tensor, cell: Cell, valid: Tensor | None, past: LayerState) -> tuple[Tensor, LayerState]:
+        """Return a recurrent cell's states [R, L, M], and its last; ``valid`` [R, L] is False at padding."""
+        return recurred(x, cell, valid, past)
+
+    def recur_connected(self, x: Tensor, cell: ConnectedCell, context: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return AT's states [R, t, M] after inputs x, and its last; rows of one source share its context [B, M]."""
+        grouped, scored = (self.by_source(part, context) for part in (x, cell.from_input(x)))
+        states, last = self.connected(grouped, scored, cell, context, self.by_source(hidden, context))
+        return self.by_row(states, x), self.by_row(last, hidden)
+
+    def connected(
+        self, x: Tensor, scored: Tensor, cell: ConnectedCell, context: Tensor, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return AT's states [B, n, t, M] and its last [B, n, M], by a loop over the tokens of a call."""
+        return connected(x, scored, cell, context, hidden)
 
     def attend_memory(
         self,

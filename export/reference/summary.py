@@ -55,9 +55,10 @@ class Summary:
     def _remarks(self) -> str:
         config = self.config
         remarks = {
-            f"{config.norm}-norm": True,
+            f"{config.norm}-norm": not (config.recurrent_encoder and config.recurrent_decoder),
             "parallel (NAT)": config.parallel,
             "encoder left to right": config.encoder_direction == "left_to_right",
+            "starts from the source": config.recurrent_decoder,
             "relative scores": config.relative != "none",
             "positional MLP": config.positional_mlp > 0,
             "MLP head": config.head == "mlp",

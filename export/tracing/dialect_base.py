@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from fatdeploy.export.reference.attention import LayerState, Scores, Visible, merge_heads, split_heads
+from fatdeploy.export.reference.recurrent import Cell, ConnectedCell
 from fatdeploy.export.reference.seams import Position, Seams
+from fatdeploy.export.tracing.recurrent_ops import connected_scan, recurrent_op
 
 # Without this the branches of a condition, which torch traces differently, may not contain such an op.
 symbolic = torch._dynamo.dont_skip_tracing(torch.onnx.ops.symbolic)
@@ -78,6 +80,14 @@ class GraphSeams(Seams):
         keys, values = (_written(cache, new, position) for cache, new in zip(state, (k, v), strict=True))
         # Positions that are not written yet are hidden, like the rest of the future.
         return merge_heads(visible.weights(scores(q, keys)) @ values), (keys, values)
+
+    def recur(self, x: Tensor, cell: Cell, valid: Tensor | None, past: LayerState) -> tuple[Tensor, LayerState]:
+        return recurrent_op(x, cell, valid, past)
+
+    def connected(
+        self, x: Tensor, scored: Tensor, cell: ConnectedCell, context: Tensor, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return connected_scan(x, scored, cell, context, hidden)
 
     def by_source(self, x: Tensor, batch: Tensor) -> Tensor:
         front, back = shape_of(batch, 0, 1), shape_of(x, 1, x.ndim)

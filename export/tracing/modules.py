@@ -22,11 +22,7 @@ class EncoderGraph(nn.Module):
 
     def forward(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         source, mask = tensors
-        outputs, spec = self.model.encoded(source, mask), self.model.spec
-        if not spec.starts:
-            return outputs
-        state = self.model.started(Memory(source, mask, outputs[: len(spec.memory)]), spec.max_target)
-        return (*outputs, *started_from_source(spec, state))
+        return self.model.encoded(source, mask)
 
 
 class DecoderGraph(nn.Module):
@@ -60,11 +56,6 @@ class DecoderGraph(nn.Module):
             logits = self.model.logits(output, memory)
             return logits, *best_of(logits, self.spec)
         return wanted_of(self.model, output, memory, want, tokens)
-
-
-def started_from_source(spec: ModelSpec, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the tensors of a state before the first token that come from the source."""
-    return tuple(tensor for entry, tensor in zip(spec.state, state, strict=True) if entry.start == "source")
 
 
 def best_of(logits: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor]:

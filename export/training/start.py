@@ -8,6 +8,7 @@ from torch import nn
 from fatdeploy.export.reference.attention import FeatureMap
 from fatdeploy.export.reference.config import ModelConfig
 from fatdeploy.export.reference.model import ReferenceModel
+from fatdeploy.export.reference.recurrent import ConnectedCell
 from fatdeploy.export.reference.weights import drawn_projection, last_norm
 
 # Added to scores: an untrained model prefers no position, distance or head.
@@ -37,10 +38,15 @@ def _draw(model: ReferenceModel) -> None:
             module.weight.normal_(0, 1 / math.sqrt(model.config.width))
         elif isinstance(module, FeatureMap) and module.has_projection:
             module.projection.copy_(drawn_projection(module, torch.Generator().manual_seed(torch.initial_seed())))
-        if isinstance(module, nn.Linear | nn.Conv1d | nn.Embedding | nn.LayerNorm):
+        # Cells keep PyTorch's own start.
+        if isinstance(module, nn.Linear | nn.Conv1d | nn.Embedding | nn.LayerNorm | nn.LSTM | nn.GRU):
             inside |= {id(parameter) for parameter in module.parameters()}
     for name, parameter in model.named_parameters():
         if id(parameter) not in inside:
             parameter.normal_(0, 0.0 if name.endswith(_ZERO) else 1 / math.sqrt(parameter.shape[-1]))
-    if model.config.tie_embeddings and model.config.scale_embeddings:
-        last_norm(model).weight.fill_(_LAST_GAIN)
+    for module in model.modules():
+        if isinstance(module, ConnectedCell):
+            module.out.weight.mul_(model.config.width)  # its input is multiplied with weights of which the mean is 1/M
+    norm = last_norm(model)
+    if norm is not None and model.config.tie_embeddings and model.config.scale_embeddings:
+        norm.weight.fill_(_LAST_GAIN)

@@ -13,7 +13,7 @@ from tests.support.engines.equalities import BEAMS, SAMPLES, assert_alike, sourc
 from tests.support.engines.kinds import Kind, engine_of
 from tests.support.quantized import quantized_of
 
-PRESETS = ["transformer-tiny", "fast-tiny", "at-tiny", "fat-tiny"]
+PRESETS = ["transformer-tiny", "fast-tiny", "at-tiny", "rnn-tiny", "fat-tiny"]
 # Graphs on onnxruntime, and plans on the test device.
 GRAPHS = ["ort", "trt"]
 ENGINES = ["eager", *GRAPHS]

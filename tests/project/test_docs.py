@@ -153,7 +153,7 @@ def test_the_table_of_sizes_is_that_of_the_code() -> None:
 
 def test_the_page_on_models_has_a_section_per_preset() -> None:
     assert set(PRESETS) <= anchors(ROOT / "docs" / "models.md")
-    assert "stand-in" in section("docs/models.md", "at")
+    assert "stand-in" in section("docs/models.md", "at-linear")
 
 
 def test_every_file_of_the_floor_plan_exists() -> None:

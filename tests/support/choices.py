@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fatdeploy.export.reference.config import ModelConfig
+from fatdeploy.export.reference.decoder import DecoderState
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.presets import PRESETS, config_from_preset
 from fatdeploy.export.reference.weights import random_model
@@ -36,6 +37,8 @@ ENCODER: list[dict[str, Any]] = [
     {"encoder_attention": "linear", "features": "softmax"},
     {"encoder_attention": "linformer", "linformer_rows": 5},
     {"encoder_attention": "compressed", "compression": 3},
+    *({"encoder_attention": "lstm", "encoder_direction": direction} for direction in DIRECTIONS),
+    {"encoder_attention": "gru"},
     {"encoder_attention": "slow", "norm": "post"},
     {"encoder_attention": "slow", "relative": "table"},
     {"encoder_attention": ("strided", "global_tokens"), "relative": "angle"},
@@ -49,6 +52,12 @@ DECODER: list[dict[str, Any]] = [
     {"decoder_attention": "linear", "features": "elu"},
     {"decoder_attention": "linear", "features": "random"},
     {"decoder_attention": "linear", "features": "performer"},
+    {"decoder_attention": "lstm"},
+    {"decoder_attention": "gru", "encoder_attention": "gru", "positions": "none"},
+    {"decoder_attention": "lstm", "cross_attention": "none", "encoder_attention": "lstm"},
+    {"decoder_attention": "gru", "cross_attention": "fast_fc", "fc_softmax": "softmax", "copy": True},
+    {"decoder_attention": "fully_connected", "cross_attention": "none"},
+    {"decoder_attention": "fully_connected", "cross_attention": "none", "encoder_attention": "gru"},
     {"cross_attention": "dot"},
     {"cross_attention": "additive"},
     *({"cross_attention": "fast_fc", "fc_softmax": form} for form in ("tanh", "tanh_bounded", "softmax")),
@@ -168,18 +177,29 @@ def drawn_batch(config: ModelConfig, lengths: list[int], targets: int, seed: int
     return torch.from_numpy(source), torch.from_numpy(mask), torch.from_numpy(target)
 
 
+def with_rows(state: DecoderState, rows_per_source: int) -> DecoderState:
+    """Return a state before the first token with several rows per source."""
+    layers = [tuple(tensor.repeat_interleave(rows_per_source, 0) for tensor in layer) for layer in state.layers]
+    return DecoderState(state.position, layers)
+
+
 def legal(values: dict[str, Any]) -> bool:
     """Return whether these choices are legal together: the table line by line, not the code under test."""
     encoder, decoder, features = values["encoder_attention"], values["decoder_attention"], values["features"]
-    directed = {"scaled_dot", "dot", "additive", "slow", "local", "strided", "global_tokens", "synthesizer"}
-    relative = directed - {"synthesizer"}
+    cells = {"lstm", "gru"}
+    directed = {"scaled_dot", "dot", "additive", "slow", "local", "strided", "global_tokens", "synthesizer"} | cells
+    relative = directed - {"synthesizer"} - cells
+    recurrent = decoder in cells | {"fully_connected"}
     mix = isinstance(encoder, tuple)
     directed_ok = mix or encoder in directed or (encoder == "linear" and features != "softmax")
-    relative_ok = (mix or encoder in relative) and decoder != "linear"
+    relative_ok = (mix or encoder in relative) and decoder != "linear" and not recurrent
     return not (
         (values["encoder_direction"] != "both" and not directed_ok)
         or (values["relative"] != "none" and not relative_ok)
         or (decoder == "linear" and features == "softmax")
+        or (values["cross_attention"] == "none" and (not recurrent or values["copy"]))
+        or (decoder == "fully_connected" and values["cross_attention"] != "none")
+        or (recurrent and (values["cross_wiring"] == "matched" or values["hybrid"]))
         or (decoder == "full") != (values["decoding"] == "parallel")
         or (values["copy"] and values["cross_attention"] == "fast_fc" and values["fc_softmax"] != "softmax")
         or (values["cross_wiring"] == "matched" and values["encoder_layers"] != values["decoder_layers"])
@@ -188,7 +208,11 @@ def legal(values: dict[str, Any]) -> bool:
         or (values["relative_each_layer"] and values["relative"] == "none")
         or (
             (not values["biases"] or values["inner_width"])
-            and (encoder in {"slow", "compressed", "synthesizer"} or values["cross_attention"] == "fast_fc")
+            and (
+                encoder in {"slow", "compressed", "synthesizer"} | cells
+                or recurrent
+                or values["cross_attention"] == "fast_fc"
+            )
         )
         or (values["bos_id"] == 2 and (values["decoding"] == "parallel" or values["hybrid"]))
         or (values["source_vocab_size"] and (values["tie_embeddings"] or values["copy"] or values["hybrid"]))

@@ -23,7 +23,7 @@ from tests.support.bundles import bundle_of, model_of, shared_bundle
 from tests.support.devices.counting import CountingDevice, on_device, seen
 from tests.support.engines.equalities import BEAMS, SAMPLES, assert_alike, sources_of, tokens_of
 
-PRESETS = ["transformer-tiny", "fast-tiny", "at-tiny", "fat-tiny"]
+PRESETS = ["transformer-tiny", "fast-tiny", "at-tiny", "rnn-tiny", "fat-tiny"]
 TINY = "transformer-tiny"
 GREEDY = DecodeOptions(max_new_tokens=24)
 TENSORS = (

@@ -130,9 +130,18 @@ def test_a_preset_accepts_a_list_in_place_of_a_tuple() -> None:
     assert config.encoder_attention == ("local", "strided")
 
 
-def test_there_are_five_presets_in_three_sizes() -> None:
-    assert len(preset_names()) == 15
-    assert {"transformer-base", "transformer-nat-small", "fast-tiny", "at-base", "fat-small"} <= set(preset_names())
+def test_there_are_seven_presets_in_three_sizes() -> None:
+    assert len(preset_names()) == 21
+    named = {
+        "transformer-base",
+        "transformer-nat-small",
+        "fast-tiny",
+        "at-base",
+        "at-linear-tiny",
+        "rnn-base",
+        "fat-small",
+    }
+    assert named <= set(preset_names())
 
 
 def test_parameters_of_transformer_base_are_those_counted_by_hand() -> None:

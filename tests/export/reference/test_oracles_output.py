@@ -8,7 +8,7 @@ import torch
 
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.presets import config_from_preset
-from tests.support.choices import OTHERS, PLAIN, name_of
+from tests.support.choices import OTHERS, PLAIN, name_of, with_rows
 from tests.support.oracles.checks import (
     SOURCE_LENGTHS,
     batch_of,
@@ -26,7 +26,7 @@ from tests.support.oracles.models import Oracle
 @pytest.mark.parametrize("length", [1, 2, 24])
 @pytest.mark.parametrize("width", [2, 6, 32])
 def test_sinusoidal_positions(length: int, width: int) -> None:
-    config = config_from_preset("at-tiny", width=width, heads=1, max_source=length, max_target=3)
+    config = config_from_preset("at-linear-tiny", width=width, heads=1, max_source=length, max_target=3)
     table = ReferenceModel(config).source_positions.table
     assert table is not None
     assert table.dtype == torch.float32
@@ -171,7 +171,7 @@ def test_rows_of_one_source_have_its_memory_and_their_own_targets() -> None:
     source, mask, target = batch_of(model.config)
     tokens = torch.stack([target, target.flip(0)], 1).flatten(0, 1)  # [2B, T], rows of a source side by side
     memory = model.encode(source, mask)
-    state = model.decoder.start(len(tokens), 19)
+    state = with_rows(model.start(memory, 19), 2)
     first, state = model.step(tokens[:, :7], state, memory)
     second, _ = model.step(tokens[:, 7:], state, memory)
     for which, targets in enumerate((target, target.flip(0))):
@@ -179,7 +179,7 @@ def test_rows_of_one_source_have_its_memory_and_their_own_targets() -> None:
             check_close(torch.cat([first, second], 1)[2 * row + which], above.scores, f"source {row}, row {which}")
 
 
-@pytest.mark.parametrize("preset", ["fat", "fast", "at", "transformer"])
+@pytest.mark.parametrize("preset", ["fat", "fast", "at-linear", "transformer"])
 @pytest.mark.parametrize("wiring", ["last", "matched"])
 def test_whole_presets_in_one_call_and_in_steps(preset: str, wiring: str) -> None:
     model = double_model(f"{preset}-tiny", cross_wiring=wiring)
@@ -187,7 +187,7 @@ def test_whole_presets_in_one_call_and_in_steps(preset: str, wiring: str) -> Non
     check_steps(model)
 
 
-@pytest.mark.parametrize("preset", ["fat", "fast", "at", "transformer"])
+@pytest.mark.parametrize("preset", ["fat", "fast", "at-linear", "transformer"])
 def test_whole_presets_in_the_other_norm_with_stacks_of_different_depth(preset: str) -> None:
     norm = "pre" if preset == "transformer" else "post"
     check_whole(double_model(f"{preset}-tiny", norm=norm, encoder_layers=3, decoder_layers=1))

@@ -12,7 +12,7 @@ from fatdeploy.export.reference.decoder import SourceMemory
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.presets import config_from_preset
 from fatdeploy.export.reference.weights import random_model
-from tests.support.choices import AUTOREGRESSIVE, CHOICES, DIRECTIONS, drawn_batch, legal, name_of, tiny
+from tests.support.choices import AUTOREGRESSIVE, CHOICES, DIRECTIONS, drawn_batch, legal, name_of, tiny, with_rows
 
 TARGETS = 9
 LENGTHS = [7, 1, 5]
@@ -86,7 +86,7 @@ def test_rows_of_one_source_share_its_memory(changes: dict) -> None:
     source, mask, target = drawn_batch(model.config, [4, 6], 5)
     rows = torch.cat([target, target.flip(0)])[[0, 2, 1, 3]]  # two rows for each source
     memory = model.encode(source, mask)
-    state = model.decoder.start(4, 5)
+    state = with_rows(model.start(memory, 5), 2)
     shared, _ = model.step(rows, state, memory)
     copied = model(source.repeat_interleave(2, 0), mask.repeat_interleave(2, 0), rows)
     assert_close(shared, copied)
@@ -122,16 +122,21 @@ def test_dropout_acts_in_training_and_not_in_inference() -> None:
 def any_values() -> st.SearchStrategy[dict]:
     """Draw every choice independently: most combinations are illegal."""
     mask = st.sampled_from(["local", "strided", "global_tokens"])
-    attentions = "scaled_dot dot additive slow local strided global_tokens linformer compressed linear synthesizer"
+    attentions = (
+        "scaled_dot dot additive slow local strided global_tokens linformer compressed linear synthesizer lstm gru"
+    )
+    recurrent = ["lstm", "gru", "fully_connected"]
     return st.fixed_dictionaries(
         {
             "encoder_attention": st.sampled_from(attentions.split()) | st.tuples(mask, mask),
             "encoder_direction": st.sampled_from(DIRECTIONS),
             "synthesizer": st.sampled_from(["random", "dense"]),
             "features": st.sampled_from(["elu", "softmax", "random", "performer"]),
-            "decoder_attention": st.sampled_from(["scaled_dot", "dot", "additive", "local", "linear", "full"]),
+            "decoder_attention": st.sampled_from(
+                ["scaled_dot", "dot", "additive", "local", "linear", "full", *recurrent]
+            ),
             "decoding": st.sampled_from(["autoregressive", "autoregressive", "parallel"]),
-            "cross_attention": st.sampled_from(["scaled_dot", "dot", "additive", "fast_fc"]),
+            "cross_attention": st.sampled_from(["scaled_dot", "dot", "additive", "fast_fc", "none"]),
             "fc_softmax": st.sampled_from(["tanh", "tanh_bounded", "softmax"]),
             "cross_wiring": st.sampled_from(["last", "matched"]),
             "encoder_layers": st.integers(1, 2),

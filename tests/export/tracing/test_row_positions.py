@@ -62,7 +62,7 @@ def test_other_targets_and_models_of_users_have_one_position_for_all_rows() -> N
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_contract_of_a_bundle_says_which_positions_its_graph_takes(preset: str) -> None:
-    expected = preset in ("transformer", "at", "fat")
+    expected = preset in ("transformer", "at", "at-linear", "rnn", "fat")
     assert bundle_of(f"{preset}-tiny").spec.row_positions == expected
     assert not bundle_of(f"{preset}-tiny", "standard").spec.row_positions
     histogram = bundle_of(f"{preset}-tiny").manifest.histograms[DECODER]["simplified"]

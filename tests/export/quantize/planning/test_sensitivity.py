@@ -58,7 +58,7 @@ def test_modules_with_other_results_are_left_out_and_the_model_stays_as_it_was()
     assert all(parameter.grad is None for parameter in inner.parameters())
 
 
-@pytest.mark.parametrize("preset", ["fat-tiny", "at-tiny"])
+@pytest.mark.parametrize("preset", ["fat-tiny", "at-linear-tiny"])
 def test_every_matrix_of_a_preset_is_reached(preset: str) -> None:
     model = exportable_model(model_of(preset))
     columns = {
