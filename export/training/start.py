@@ -44,6 +44,11 @@ def _draw(model: ReferenceModel) -> None:
     for name, parameter in model.named_parameters():
         if id(parameter) not in inside:
             parameter.normal_(0, 0.0 if name.endswith(_ZERO) else 1 / math.sqrt(parameter.shape[-1]))
+    _scale(model)
+
+
+def _scale(model: ReferenceModel) -> None:
+    """Give hidden states and logits the size that they should have before training."""
     for module in model.modules():
         if isinstance(module, ConnectedCell):
             module.out.weight.mul_(model.config.width)  # its input is multiplied with weights of which the mean is 1/M

@@ -22,6 +22,8 @@ from tests.support.trainings import parts, plan, trained
     [
         ("fat-tiny", {"fc_softmax": "softmax"}, 40),
         ("transformer-tiny", {"target_order": "right_to_left"}, 65),
+        ("at-tiny", {}, 75),
+        ("rnn-tiny", {"encoder_attention": "gru", "decoder_attention": "gru"}, 25),
         ("transformer-nat-tiny", {}, 30),
         ("transformer-nat-tiny", {"length": "eos"}, 20),
     ],
