@@ -3,9 +3,10 @@
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from fatdeploy.errors import ConfigError, in_one_line
+from fatdeploy.export.reference.config_rules import AT_LEAST, wrong_recurrence, wrong_value
 
 HeadMask = Literal["local", "strided", "global_tokens"]
 EncoderAttentionKind = Literal[
@@ -45,36 +46,6 @@ _OWN_MATRICES = {"slow", "compressed", "synthesizer", "lstm", "gru"}
 _RECURRENT = {"lstm", "gru", "fully_connected"}
 # Decoder self-attentions that keep all keys and values.
 _CACHED = {"scaled_dot", "dot", "additive", "local"}
-
-# The smallest legal value of every number; a largest one is checked together with what it depends on.
-_AT_LEAST = {
-    "vocab_size": 4,
-    "width": 1,
-    "heads": 1,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "ffn_width": 1,
-    "max_source": 1,
-    "max_target": 1,
-    "pad_id": 0,
-    "bos_id": 0,
-    "eos_id": 0,
-    "dropout": 0,
-    "window": 0,
-    "stride": 1,
-    "n_global_tokens": 1,
-    "linformer_rows": 1,
-    "compression": 1,
-    "random_features": 1,
-    "positional_mlp": 0,
-    "hybrid_threshold": 0,
-    "norm_eps": 0,
-    "inner_width": 0,
-    "decoder_heads": 0,
-    "decoder_ffn_width": 0,
-    "source_vocab_size": 0,
-    "relative_window": 1,
-}
 
 
 @dataclass(frozen=True)
@@ -240,9 +211,9 @@ class ModelConfig:
         reasons = []
         for name, kind in get_type_hints(type(self)).items():
             value = getattr(self, name)
-            reason = self._wrong_heads() if name == "encoder_attention" else _wrong_value(value, kind)
-            if not reason and name in _AT_LEAST and not value >= _AT_LEAST[name]:
-                reason = f"must be at least {_AT_LEAST[name]}, found {value}"
+            reason = self._wrong_heads() if name == "encoder_attention" else wrong_value(value, kind)
+            if not reason and name in AT_LEAST and not value >= AT_LEAST[name]:
+                reason = f"must be at least {AT_LEAST[name]}, found {value}"
             if reason:
                 reasons.append(f"{name}: {reason}")
         return reasons
@@ -250,7 +221,7 @@ class ModelConfig:
     def _wrong_heads(self) -> str:
         attention: Any = self.encoder_attention
         if not isinstance(attention, tuple):
-            return _wrong_value(attention, EncoderAttentionKind)
+            return wrong_value(attention, EncoderAttentionKind)
         wrong = [value for value in attention if value not in get_args(HeadMask)]
         if wrong:
             return f"a tuple names one of {list(get_args(HeadMask))} per head, found {wrong}"
@@ -303,28 +274,11 @@ class ModelConfig:
                 "cross_wiring: matched needs as many encoder as decoder layers, "
                 f"found {self.encoder_layers} and {self.decoder_layers}"
             )
-        reasons += [*self._wrong_projections(), *self._wrong_recurrence()]
+        reasons += [*self._wrong_projections(), *wrong_recurrence(self)]
         if self.relative_each_layer and self.relative == "none":
             reasons.append("relative_each_layer: needs relative scores, found relative = none")
         if self.positional_mlp and self.positions == "none":
             reasons.append("positional_mlp: needs position vectors, found positions = none")
-        return reasons
-
-    def _wrong_recurrence(self) -> list[str]:
-        """Return why recurrent layers do not go together with other choices."""
-        reasons = []
-        if self.recurrent_encoder and self.encoder_direction == "both" and self.width % 2:
-            reasons.append(f"width: a recurrent encoder in both directions needs an even width, found {self.width}")
-        if self.cross_attention == "none" and not self.recurrent_decoder:
-            reasons.append("cross_attention: none needs a decoder that starts from the source, a recurrent one")
-        if self.decoder_attention == "fully_connected" and self.cross_attention != "none":
-            reasons.append("cross_attention: fully_connected decoders read the context vector, use none")
-        if self.cross_attention == "none" and self.copy:
-            reasons.append("copy: needs the weights of a cross-attention, found cross_attention = none")
-        if self.recurrent_decoder and self.cross_wiring == "matched":
-            reasons.append("cross_wiring: a recurrent decoder has one cross-attention, use last")
-        if self.recurrent_decoder and self.hybrid:
-            reasons.append("hybrid: skips the cross-attention of layers, which recurrent decoders do not have")
         return reasons
 
     def _wrong_projections(self) -> list[str]:
@@ -366,11 +320,3 @@ class ModelConfig:
         if self.hybrid and self.parallel:
             reasons.append("hybrid: decides by the input token, which parallel decoding does not have")
         return reasons
-
-
-def _wrong_value(value: object, kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return "" if value in get_args(kind) else f"expected one of {list(get_args(kind))}, found {value!r}"
-    # An int is a valid float. A bool is an int in Python, but a model with True heads is a mistake.
-    fits = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
-    return "" if fits else f"expected {kind.__name__}, found {value!r}"

@@ -13,8 +13,8 @@ from fatdeploy.export.reference.decoder import Decoder, DecoderState, SourceMemo
 from fatdeploy.export.reference.encoder import Encoder
 from fatdeploy.export.reference.layers import Norm, activated, norm_of
 from fatdeploy.export.reference.positions import Positions
-from fatdeploy.export.reference.recurrent_decoder import RecurrentDecoder
-from fatdeploy.export.reference.recurrent_encoder import RecurrentEncoder, context_of, mean_of
+from fatdeploy.export.reference.recurrent.decoder import RecurrentDecoder
+from fatdeploy.export.reference.recurrent.encoder import RecurrentEncoder, context_of, mean_of
 from fatdeploy.export.reference.seams import seams
 from fatdeploy.spec import (
     ModelSpec,

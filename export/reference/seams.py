@@ -20,7 +20,7 @@ from fatdeploy.export.reference.attention import (
     slow_scores,
     split_heads,
 )
-from fatdeploy.export.reference.recurrent import Cell, ConnectedCell, connected, recurred
+from fatdeploy.export.reference.recurrent.cells import Cell, ConnectedCell, connected, recurred
 
 # A number in PyTorch; in a graph a tensor without axes, or [R] if rows may be at different positions.
 Position = int | Tensor

@@ -11,8 +11,8 @@ from fatdeploy.export.reference.config import ModelConfig
 from fatdeploy.export.reference.layers import Norm
 from fatdeploy.export.reference.model import DenseNormHead, MlpHead, ReferenceModel
 from fatdeploy.export.reference.presets import config_from_preset
-from fatdeploy.export.reference.recurrent import ConnectedCell
-from fatdeploy.export.reference.recurrent_decoder import RecurrentDecoder
+from fatdeploy.export.reference.recurrent.cells import ConnectedCell
+from fatdeploy.export.reference.recurrent.decoder import RecurrentDecoder
 
 # Standard deviation of every weight, times √M. On its own it leaves the tiny presets and every `fat` dull (measured: 7
 # to 23 different outputs of 32), so there is more: cross-attention sharp and strong enough that the source matters,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fatdeploy.export.reference.attention import LayerState, Scores, Visible, merge_heads, split_heads
-from fatdeploy.export.reference.recurrent import Cell, ConnectedCell
+from fatdeploy.export.reference.recurrent.cells import Cell, ConnectedCell
 from fatdeploy.export.reference.seams import Position, Seams
 from fatdeploy.export.tracing.recurrent_ops import connected_scan, recurrent_op
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
 
 from fatdeploy.export.reference.attention import LayerState
-from fatdeploy.export.reference.recurrent import Cell, ConnectedCell
+from fatdeploy.export.reference.recurrent.cells import Cell, ConnectedCell
 
 # The places of ONNX's gates among PyTorch's: i, o, f, c from i, f, c, o; z, r, h from r, z, h.
 LSTM_ORDER, GRU_ORDER = (0, 3, 1, 2), (1, 0, 2)

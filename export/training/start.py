@@ -8,7 +8,7 @@ from torch import nn
 from fatdeploy.export.reference.attention import FeatureMap
 from fatdeploy.export.reference.config import ModelConfig
 from fatdeploy.export.reference.model import ReferenceModel
-from fatdeploy.export.reference.recurrent import ConnectedCell
+from fatdeploy.export.reference.recurrent.cells import ConnectedCell
 from fatdeploy.export.reference.weights import drawn_projection, last_norm
 
 # Added to scores: an untrained model prefers no position, distance or head.

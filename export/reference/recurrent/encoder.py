@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from fatdeploy.export.reference.config import ModelConfig, RecurrentKind
-from fatdeploy.export.reference.recurrent import Cell, cell_of
+from fatdeploy.export.reference.recurrent.cells import Cell, cell_of
 from fatdeploy.export.reference.seams import seams
 
 

@@ -13,7 +13,7 @@ from fatdeploy.export.reference.decoder import (
     SourceMemory,
     positions_of,
 )
-from fatdeploy.export.reference.recurrent import ConnectedCell, cell_of
+from fatdeploy.export.reference.recurrent.cells import ConnectedCell, cell_of
 from fatdeploy.export.reference.seams import seams
 
 

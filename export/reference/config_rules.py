@@ -1,0 +1,63 @@
+"""Rules of a configuration that concern single values, and those of recurrent layers. Imports no torch."""
+
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+if TYPE_CHECKING:
+    from fatdeploy.export.reference.config import ModelConfig
+
+# The smallest legal value of every number; a largest one is checked together with what it depends on.
+AT_LEAST = {
+    "vocab_size": 4,
+    "width": 1,
+    "heads": 1,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "ffn_width": 1,
+    "max_source": 1,
+    "max_target": 1,
+    "pad_id": 0,
+    "bos_id": 0,
+    "eos_id": 0,
+    "dropout": 0,
+    "window": 0,
+    "stride": 1,
+    "n_global_tokens": 1,
+    "linformer_rows": 1,
+    "compression": 1,
+    "random_features": 1,
+    "positional_mlp": 0,
+    "hybrid_threshold": 0,
+    "norm_eps": 0,
+    "inner_width": 0,
+    "decoder_heads": 0,
+    "decoder_ffn_width": 0,
+    "source_vocab_size": 0,
+    "relative_window": 1,
+}
+
+
+def wrong_value(value: object, kind: Any) -> str:
+    """Return why a value is not of the kind that a field has; nothing if it is."""
+    if get_origin(kind) is Literal:
+        return "" if value in get_args(kind) else f"expected one of {list(get_args(kind))}, found {value!r}"
+    # An int is a valid float. A bool is an int in Python, but a model with True heads is a mistake.
+    fits = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
+    return "" if fits else f"expected {kind.__name__}, found {value!r}"
+
+
+def wrong_recurrence(config: "ModelConfig") -> list[str]:
+    """Return why recurrent layers do not go together with other choices."""
+    reasons = []
+    if config.recurrent_encoder and config.encoder_direction == "both" and config.width % 2:
+        reasons.append(f"width: a recurrent encoder in both directions needs an even width, found {config.width}")
+    if config.cross_attention == "none" and not config.recurrent_decoder:
+        reasons.append("cross_attention: none needs a decoder that starts from the source, a recurrent one")
+    if config.decoder_attention == "fully_connected" and config.cross_attention != "none":
+        reasons.append("cross_attention: fully_connected decoders read the context vector, use none")
+    if config.cross_attention == "none" and config.copy:
+        reasons.append("copy: needs the weights of a cross-attention, found cross_attention = none")
+    if config.recurrent_decoder and config.cross_wiring == "matched":
+        reasons.append("cross_wiring: a recurrent decoder has one cross-attention, use last")
+    if config.recurrent_decoder and config.hybrid:
+        reasons.append("hybrid: skips the cross-attention of layers, which recurrent decoders do not have")
+    return reasons

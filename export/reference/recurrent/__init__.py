@@ -1,0 +1,1 @@
+"""Recurrent layers in the place of self-attention."""
