@@ -197,7 +197,7 @@ def test_a_path_with_a_nul_is_refused() -> None:
         (b'{"a": 1, "b": 2, "b": 3}', "manifest.json cannot be read: b occurs more than once"),
         (b"[" * 100_000, "manifest.json cannot be read: maximum recursion depth"),
         (b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}", "manifest.json"),
-        (b"{}", "manifest.json: format: expected [1, 5], found None"),
+        (b"{}", "manifest.json: format: expected [1, 6], found None"),
         (b" " * (16 << 20) + b"{}", "manifest.json cannot be read: expected at most 16777216 bytes, found more"),
     ],
     ids=lambda value: repr(value[:20]),
@@ -210,7 +210,7 @@ def test_a_manifest_that_is_not_a_json_object_is_refused(folder: Path, text: byt
 @pytest.mark.parametrize("form", [None, 1, "1.0", [1], [1, 0, 0], [True, 0], [1.0, 0], [1, -1], {}, [[1], 0]])
 def test_a_format_that_is_not_a_pair_of_numbers_is_refused(folder: Path, form: object) -> None:
     sealed(folder, {**values_of(folder), "format": form})
-    assert "manifest.json: format: expected [1, 5], found " in refusal(folder)
+    assert "manifest.json: format: expected [1, 6], found " in refusal(folder)
 
 
 def test_a_newer_major_is_refused_with_the_version_to_install_whatever_else_it_says(folder: Path) -> None:
