@@ -23,9 +23,9 @@ from fatdeploy.export.graph_files import (
     tensor_data,
     write_structure,
 )
+from fatdeploy.export.quantize.blocks.split import SplitBlocks
 from fatdeploy.export.quantize.integers import Blocks, Columns, WeightBits
 from fatdeploy.export.quantize.recipe import BESIDE_INTEGERS, MatrixRecipe
-from fatdeploy.export.quantize.split_blocks import SplitBlocks
 from fatdeploy.export.tracing.trace import INNER
 from fatdeploy.manifest import DECODER, WEIGHTS, OutputMatrix, WeightGroup, WideRows
 

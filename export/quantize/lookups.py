@@ -8,9 +8,9 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper
 
+from fatdeploy.export.quantize.blocks.split import SplitBlocks
 from fatdeploy.export.quantize.integers import Blocks, Columns, Floats
 from fatdeploy.export.quantize.recipe import Stored
-from fatdeploy.export.quantize.split_blocks import SplitBlocks
 
 CONTRIB = "com.microsoft"
 # Adds a constant to a graph on first use, and returns its name.

@@ -10,6 +10,7 @@ import onnx
 
 from fatdeploy.errors import ExportFailed
 from fatdeploy.export.graph_files import graphs_of, hold, move_weights_out, tensor_data, write_structure
+from fatdeploy.export.quantize.blocks.split import SplitBlocks
 from fatdeploy.export.quantize.integers import (
     Blocks,
     Columns,
@@ -21,7 +22,6 @@ from fatdeploy.export.quantize.integers import (
     wide_blocks,
 )
 from fatdeploy.export.quantize.matrices import Product, products_of
-from fatdeploy.export.quantize.split_blocks import SplitBlocks
 from fatdeploy.manifest import WEIGHTS_ALONE
 
 MatrixPrecision = Literal["fp32", "int8", "int4"]

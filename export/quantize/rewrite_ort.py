@@ -12,7 +12,8 @@ from onnx import helper
 
 from fatdeploy.errors import ExportFailed
 from fatdeploy.export.graph_files import graphs_of, read_structure
-from fatdeploy.export.quantize.block_products import block_node, split_nodes
+from fatdeploy.export.quantize.blocks.products import block_node, split_nodes
+from fatdeploy.export.quantize.blocks.split import SplitBlocks
 from fatdeploy.export.quantize.integers import Blocks, Columns, Floats, ValueRange
 from fatdeploy.export.quantize.lookups import CONTRIB, row_nodes, rows_constant
 from fatdeploy.export.quantize.matrices import (
@@ -33,7 +34,6 @@ from fatdeploy.export.quantize.recipe import (
     read_names,
     written_with_weights,
 )
-from fatdeploy.export.quantize.split_blocks import SplitBlocks
 
 NORMS = ("LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization")
 

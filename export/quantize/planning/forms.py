@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fatdeploy.export.quantize.blocks.split import SplitBlocks
 from fatdeploy.export.quantize.integers import (
     Blocks,
     Floats,
@@ -19,7 +20,6 @@ from fatdeploy.export.quantize.integers import (
 from fatdeploy.export.quantize.planning.gptq import blocks_by_hessian, hessian_of
 from fatdeploy.export.quantize.planning.vocabulary import Lookups, split_recipes, tied_hessians
 from fatdeploy.export.quantize.recipe import FLOATS, Form, MatrixRecipe, Stored, smoothed_matrix
-from fatdeploy.export.quantize.split_blocks import SplitBlocks
 
 # How much of a channel's size moves from activations into weights. A single range for all activations gains most.
 ALPHAS: dict[Form, tuple[float, ...]] = {

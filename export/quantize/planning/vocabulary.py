@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fatdeploy.export.quantize.blocks.split import split_blocks
 from fatdeploy.export.quantize.integers import Blocks, Floats, WeightBits, wide_blocks
 from fatdeploy.export.quantize.planning.gptq import Hessian
 from fatdeploy.export.quantize.recipe import MatrixRecipe, smoothed_matrix
-from fatdeploy.export.quantize.split_blocks import split_blocks
 from fatdeploy.spec import Tokens
 
 # How many of the first tokens may have 8 bits where the others have 4, as shares of the vocabulary.

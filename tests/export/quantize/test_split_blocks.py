@@ -13,10 +13,10 @@ from fatdeploy.bundle import Bundle
 from fatdeploy.errors import BundleError, ExportFailed
 from fatdeploy.export.models.exportable import exportable_model
 from fatdeploy.export.pipeline import Origin, write_bundle
+from fatdeploy.export.quantize.blocks.split import SplitBlocks, split_blocks
 from fatdeploy.export.quantize.integers import best_blocks, restored_row_blocks, wide_blocks
 from fatdeploy.export.quantize.recipe import MatrixRecipe, Recipe
 from fatdeploy.export.quantize.rewrite_ort import quantized
-from fatdeploy.export.quantize.split_blocks import SplitBlocks, split_blocks
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.engines.protocol import Capacity, Want
 from fatdeploy.runtimes.proof.gate import check_rows, read_material, row_kind

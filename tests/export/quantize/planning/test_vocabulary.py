@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from fatdeploy.export.quantize.blocks.split import SplitBlocks
 from fatdeploy.export.quantize.planning.forms import Candidate, Sample, candidates_of, split_candidates
 from fatdeploy.export.quantize.planning.plan import Option, planned
 from fatdeploy.export.quantize.planning.vocabulary import (
@@ -13,7 +14,6 @@ from fatdeploy.export.quantize.planning.vocabulary import (
     tied_hessians,
 )
 from fatdeploy.export.quantize.request import Integers, QuantizeRequest
-from fatdeploy.export.quantize.split_blocks import SplitBlocks
 from tests.support.quantized import quantizer_of
 
 V, K = 256, 64

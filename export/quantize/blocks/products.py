@@ -3,9 +3,9 @@
 import onnx
 from onnx import helper
 
+from fatdeploy.export.quantize.blocks.split import SplitBlocks
 from fatdeploy.export.quantize.integers import Blocks
 from fatdeploy.export.quantize.lookups import CONTRIB, AddConstant, wide_name
-from fatdeploy.export.quantize.split_blocks import SplitBlocks
 
 # int8 activations times the weights of blocks, summed in int32. Any other level restores float weights in every call.
 ACCURACY_LEVEL = 4
