@@ -23,10 +23,11 @@ from fatdeploy.export.graph_files import (
     tensor_data,
     write_structure,
 )
-from fatdeploy.export.quantize.integers import Columns, WeightBits
+from fatdeploy.export.quantize.blocks.split import SplitBlocks
+from fatdeploy.export.quantize.integers import Blocks, Columns, WeightBits
 from fatdeploy.export.quantize.recipe import BESIDE_INTEGERS, MatrixRecipe
 from fatdeploy.export.tracing.trace import INNER
-from fatdeploy.manifest import DECODER, WEIGHTS, OutputMatrix, WeightGroup
+from fatdeploy.manifest import DECODER, WEIGHTS, OutputMatrix, WeightGroup, WideRows
 
 # For vector loads. A page is not needed: onnxruntime aligns its mapping itself.
 ALIGNMENT = 64
@@ -81,19 +82,26 @@ def placed_integers(matrix: NDArray[np.float32], recipe: MatrixRecipe, bits: Wei
         return placed_output_matrix(matrix, folder)
     stored = recipe.integers(np.ascontiguousarray(matrix.T), bits)
     smoothing = None if recipe.smoothing is None else _placed(recipe.smoothing, folder)
-    scales = _placed(stored.scales, folder)
     if isinstance(stored, Columns):
-        rows = _placed(np.ascontiguousarray(stored.values.T), folder)
+        rows, scales = _placed(np.ascontiguousarray(stored.values.T), folder), _placed(stored.scales, folder)
         return OutputMatrix(rows, "int8", transposed=False, scales=scales, smoothing=smoothing)
+    wide = None
+    if isinstance(stored, SplitBlocks):
+        wide, stored = _placed_wide(stored.wide, folder), stored.narrow
     return OutputMatrix(
         _placed(stored.values, folder),
         "int4" if stored.bits == 4 else "int8",
         transposed=False,
-        scales=scales,
+        scales=_placed(stored.scales, folder),
         zeros=None if stored.zeros is None else _placed(stored.zeros, folder),
         block_size=stored.size,
         smoothing=smoothing,
+        wide=wide,
     )
+
+
+def _placed_wide(blocks: Blocks, folder: Path) -> WideRows:
+    return WideRows(len(blocks.scales), _placed(blocks.values, folder), _placed(blocks.scales, folder), blocks.size)
 
 
 def _placed(array: NDArray[Any], folder: Path) -> int:

@@ -9,7 +9,7 @@ from fatdeploy.spec import ModelSpec
 from fatdeploy.targets import CpuClass, Dialect, Precision, Target
 from fatdeploy.text import TextRecord
 
-FORMAT = (1, 6)  # a reader takes any minor of its own major
+FORMAT = (1, 7)  # a reader takes any minor of its own major
 OUTPUT_MATRIX_SINCE = (1, 1)  # earlier manifests do not describe it
 MANIFEST, ENCODER, DECODER, WEIGHTS = "manifest.json", "encoder.onnx", "decoder.onnx", "weights.bin"
 GRAPHS: dict[Part, str] = {"encoder": ENCODER, "decoder": DECODER}
@@ -50,6 +50,21 @@ class WeightGroup:
 
 
 @dataclass(frozen=True)
+class WideRows:
+    """Where in the weights the first ``rows`` of a matrix in 8-bit blocks are, each symmetric and with one scale."""
+
+    rows: int
+    offset: int
+    scales: int
+    block_size: int
+
+    def __post_init__(self) -> None:
+        for name, least in {"rows": 1, "offset": 0, "scales": 0, "block_size": 2}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be {least} or more, found {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
 class OutputMatrix:
     """Where in the weights the matrix [V, M] is that turns a hidden state into logits; ``transposed`` means [M, V].
 
@@ -58,7 +73,8 @@ class OutputMatrix:
     of float32 numbers [V] that are added to the product, if any. The columns of integers are multiplied with the
     float32 numbers [M] at ``smoothing``, if any, which a reader divides by. ``activation`` is the scale and the zero of
     the unsigned bytes that hidden states become before they are multiplied with rows of bytes that have one scale each;
-    None gives each hidden state a scale of its own.
+    None gives each hidden state a scale of its own. ``wide`` are the first rows of an ``int4`` matrix if they have 8
+    bits: everything else but the bias and the smoothing is then about the rows after them.
     """
 
     offset: int
@@ -70,6 +86,7 @@ class OutputMatrix:
     bias: int | None = None
     smoothing: int | None = None
     activation: tuple[float, int] | None = None
+    wide: WideRows | None = None
 
     def __post_init__(self) -> None:
         for name in ("offset", "scales", "zeros", "bias", "smoothing"):
@@ -84,6 +101,8 @@ class OutputMatrix:
             raise ValueError(f"int4 has blocks of 2 or more, int8 may have them, floats have none: found {found}")
         if self.smoothing is not None and self.scales is None:
             raise ValueError(f"only integers are smoothed, found {self.dtype}")
+        if self.wide is not None and self.dtype != "int4":
+            raise ValueError(f"only int4 has wide rows, found {self.dtype}")
         if self.activation is not None:
             scale, zero = self.activation
             whole = self.dtype == "int8" and self.block_size is None
@@ -96,8 +115,9 @@ class Quantization:
     """How the matrices of a bundle became integers.
 
     ``matrices`` has the kind of each: ``int8 static``, ``int8 by row``, ``int8 blocks``, ``int8 weights`` (activations
-    stay floats), ``int4``, ``fp32``; ``smoothed`` after it means factors per channel. ``weight_bits`` is how many bits
-    of 8-bit weights are used: 7 cannot saturate on any CPU. ``enforced`` says whether a bar had to be met.
+    stay floats), ``int4``, ``int4 split at N`` (the first N columns are in ``int8 blocks``), ``fp32``; ``smoothed``
+    after it means factors per channel. ``weight_bits`` is how many bits of 8-bit weights are used: 7 cannot saturate on
+    any CPU. ``enforced`` says whether a bar had to be met.
     """
 
     cpu: CpuClass

@@ -1,6 +1,7 @@
 """Weights and activations as small integers: only the arithmetic of quantization, in numpy."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -82,10 +83,23 @@ class Blocks:
         matrix = (whole.astype(np.float32) - zeros) * self.scales[..., None]
         return np.ascontiguousarray(matrix.reshape(len(matrix), -1)[:, : self.n_rows].T)
 
+    def columns(self, which: slice) -> "Blocks":
+        """Return some columns of the matrix."""
+        zeros = None if self.zeros is None else self.zeros[which]
+        return replace(self, values=self.values[which], scales=self.scales[which], zeros=zeros)
+
     @property
     def nbytes(self) -> int:
         """Their size when they are stored."""
         return self.values.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+
+
+def joined_blocks(parts: Sequence[Blocks]) -> Blocks:
+    """Return the columns of several matrices in blocks of one layout as one matrix."""
+    first = parts[0]
+    zeros = None if first.zeros is None else np.concatenate([part.zeros for part in parts if part.zeros is not None])
+    values, scales = (np.concatenate([getattr(part, name) for part in parts]) for name in ("values", "scales"))
+    return replace(first, values=values, scales=scales, zeros=zeros)
 
 
 def blocks_from_matrix(matrix: Floats, size: int, *, symmetric: bool) -> Blocks:

@@ -8,7 +8,9 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper
 
+from fatdeploy.export.quantize.blocks.split import SplitBlocks
 from fatdeploy.export.quantize.integers import Blocks, Columns, Floats
+from fatdeploy.export.quantize.recipe import Stored
 
 CONTRIB = "com.microsoft"
 # Adds a constant to a graph on first use, and returns its name.
@@ -16,12 +18,14 @@ AddConstant = Callable[[str, NDArray[Any]], str]
 
 
 def row_nodes(
-    constant: AddConstant, name: str, stored: Columns | Blocks, node: onnx.NodeProto, smoothing: Floats | None
+    constant: AddConstant, name: str, stored: Stored, node: onnx.NodeProto, smoothing: Floats | None
 ) -> list[onnx.NodeProto]:
     """Return the nodes that read the rows of a Gather from integers, divided by the matrix's factors if it has any."""
     ids, output = node.input[1], node.output[0]
     rows = output if smoothing is None else f"{output}/multiplied"
-    if isinstance(stored, Blocks):
+    if isinstance(stored, SplitBlocks):
+        nodes = _of_parts(constant, name, stored, ids, rows)
+    elif isinstance(stored, Blocks):
         nodes = _of_blocks(constant, name, stored, ids, rows)
     else:
         nodes = _of_columns(constant, name, stored, ids, rows)
@@ -34,6 +38,28 @@ def row_nodes(
 def rows_constant(constant: AddConstant, name: str, stored: Columns) -> str:
     """Return the name of the bytes of a matrix [K, N], stored as [N, K]."""
     return constant(f"{name}/rows", np.ascontiguousarray(stored.values.T))
+
+
+def wide_name(name: str) -> str:
+    """Return the name of the part of a split matrix that has 8 bits."""
+    return f"{name}/wide"
+
+
+def _of_parts(constant: AddConstant, name: str, stored: SplitBlocks, ids: str, output: str) -> list[onnx.NodeProto]:
+    """Look every id up in both parts, with the nearest id that each of them has, and choose."""
+    made = {step: f"{output}/{step}" for step in ("low", "above", "high", "wide", "narrow", "is_low", "is_wide")}
+    first = constant(f"{name}/split", np.array(stored.n_wide))
+    last = constant(f"{name}/last_wide", np.array(stored.n_wide - 1))
+    return [
+        helper.make_node("Min", [ids, last], [made["low"]]),
+        helper.make_node("Max", [ids, first], [made["above"]]),
+        helper.make_node("Sub", [made["above"], first], [made["high"]]),
+        *_of_blocks(constant, wide_name(name), stored.wide, made["low"], made["wide"]),
+        *_of_blocks(constant, name, stored.narrow, made["high"], made["narrow"]),
+        helper.make_node("Less", [ids, first], [made["is_low"]]),
+        helper.make_node("Unsqueeze", [made["is_low"], constant("last_axis", np.array([-1]))], [made["is_wide"]]),
+        helper.make_node("Where", [made["is_wide"], made["wide"], made["narrow"]], [output]),
+    ]
 
 
 def _of_blocks(constant: AddConstant, name: str, stored: Blocks, ids: str, output: str) -> list[onnx.NodeProto]:

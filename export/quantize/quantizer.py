@@ -53,6 +53,8 @@ RAISED: dict[MatrixPrecision, tuple[MatrixPrecision, ...]] = {
 # Shares of the tokens that may differ: what a new budget is meant to use, and what a plan may use while there are more
 # exact ones. The probes are only a sample, and other sources should reach the bar too.
 AIM, MOST_USED = 0.65, 0.8
+# The same where cost is size, of which room takes far more than of time.
+AIM_OF_SIZE, MOST_OF_SIZE = 0.8, 0.9
 # How much dearer a plan may be for the sake of that room.
 WORTH_ROOM = 1.05
 # How much smaller each budget is at least, and how many are tried before the most exact plan.
@@ -141,11 +143,17 @@ class Quantizer:
             plan = following
         raise self._refusal(judged)
 
+    @property
+    def _counts_bytes(self) -> bool:
+        """Whether the cost of a plan is its size."""
+        return self._standard or self.request.precision == "int4"
+
     def _has_room(self, share: float) -> bool:
         """Whether a share of the tokens is safely above the bar, or something else decides."""
         if self._trial.metric is not None and self.request.bar.agreement is None:
             return True
-        return 1 - share <= MOST_USED * (1 - self.request.least_agreement)
+        most_used = MOST_OF_SIZE if self._counts_bytes else MOST_USED
+        return 1 - share <= most_used * (1 - self.request.least_agreement)
 
     def _is_enough(self, share: float, plan: Plan, following: Plan) -> bool:
         """Whether a share reaches the bar, and a more exact plan would cost too much for being safely above it."""
@@ -167,8 +175,9 @@ class Quantizer:
         if plan.error <= exact.error:
             return None
         allowed, lost = 1 - self.request.least_agreement, 1 - share
+        aim = AIM_OF_SIZE if self._counts_bytes else AIM
         # Errors of logits grow with the root of the divergence, and so does the share of tokens that change.
-        step = (AIM * allowed / lost) ** 2 if lost > 0 else LEAST_STEP
+        step = (aim * allowed / lost) ** 2 if lost > 0 else LEAST_STEP
         return planned(options, max(min(LEAST_STEP, step) * plan.error, exact.error))
 
     def placed_output(self, matrix: Floats, quantization: Quantization, folder: Path) -> OutputMatrix:
@@ -216,9 +225,8 @@ class Quantizer:
     def _judgement(self, engine: Engine[Any], plan: Plan, quantization: Quantization) -> Judged:
         self.stage("judging")
         difference = check_rows(engine, self.gate.material, row_kind(self.request.precision, quantization))
-        in_bytes = self._standard or self.request.precision == "int4"
         rows = tuple(
-            MatrixPlan(name, option.recipe.kind, option.error, option.cost, in_bytes)
+            MatrixPlan(name, option.recipe.kind, option.error, option.cost, self._counts_bytes)
             for name, option in plan.choices.items()
         )
         kept = [name for name, option in plan.choices.items() if option.recipe.precision != self.precisions[name]]
@@ -257,7 +265,10 @@ class Quantizer:
         """Return how a graph's tables are stored: like the tied matrix if they are that matrix."""
         if recipe.smoothing is None and recipe.stored is None:
             return recipe
-        return recipe if part in self._parts_of_tied else MatrixRecipe(recipe.form)
+        if part in self._parts_of_tied:
+            return recipe
+        # Another table has other integers, and where to split it nobody has judged.
+        return MatrixRecipe("blocks4" if recipe.form == "split" else recipe.form)
 
     @cached_property
     def _parts_of_tied(self) -> frozenset[str]:

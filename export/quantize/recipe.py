@@ -10,6 +10,7 @@ import onnx
 
 from fatdeploy.errors import ExportFailed
 from fatdeploy.export.graph_files import graphs_of, hold, move_weights_out, tensor_data, write_structure
+from fatdeploy.export.quantize.blocks.split import SplitBlocks
 from fatdeploy.export.quantize.integers import (
     Blocks,
     Columns,
@@ -25,14 +26,17 @@ from fatdeploy.manifest import WEIGHTS_ALONE
 
 MatrixPrecision = Literal["fp32", "int8", "int4"]
 # How a matrix is multiplied: as floats; as bytes with a calibrated range of activations, or with a scale per row of
-# them; in blocks of 8 or 4 bits, with a scale per block of activations; or as bytes that floats are multiplied with.
-Form = Literal["fp32", "static", "row", "blocks8", "blocks4", "weights"]
+# them; in blocks of 8 or 4 bits, or of 8 for the first columns and 4 for the others, with a scale per block of
+# activations; or as bytes that floats are multiplied with.
+Form = Literal["fp32", "static", "row", "blocks8", "blocks4", "split", "weights"]
+Stored = Columns | Blocks | SplitBlocks
 PRECISION_OF: dict[Form, MatrixPrecision] = {
     "fp32": "fp32",
     "static": "int8",
     "row": "int8",
     "blocks8": "int8",
     "blocks4": "int4",
+    "split": "int4",
     "weights": "int8",
 }
 # What manifests call the forms.
@@ -42,7 +46,16 @@ KINDS: dict[Form, str] = {
     "row": "int8 by row",
     "blocks8": "int8 blocks",
     "blocks4": "int4",
+    "split": "int4 split",
     "weights": WEIGHTS_ALONE,
+}
+STORED_AS: dict[Form, type[Stored]] = {
+    "static": Columns,
+    "row": Columns,
+    "blocks8": Blocks,
+    "blocks4": Blocks,
+    "split": SplitBlocks,
+    "weights": Columns,
 }
 SMOOTHED = "smoothed"
 # Name endings of constants that belong to integers and are not weights themselves.
@@ -55,14 +68,14 @@ class MatrixRecipe:
 
     ``activations`` is the range that calibration chose for ``static``. Activations are divided by ``smoothing`` [K],
     and the rows of the matrix are multiplied with it. ``correction`` [N] is added to the bias. ``stored`` are integers
-    that were rounded with care; None rounds each number to the nearest.
+    that were rounded with care; None rounds each number to the nearest. A ``split`` form always has them.
     """
 
     form: Form
     activations: ValueRange | None = None
     smoothing: Floats | None = None
     correction: Floats | None = None
-    stored: Columns | Blocks | None = None
+    stored: Stored | None = None
 
     @property
     def precision(self) -> MatrixPrecision:
@@ -72,12 +85,17 @@ class MatrixRecipe:
     @property
     def kind(self) -> str:
         """What manifests call it."""
-        return KINDS[self.form] if self.smoothing is None else f"{KINDS[self.form]} {SMOOTHED}"
+        kind = KINDS[self.form]
+        if isinstance(self.stored, SplitBlocks):
+            kind = f"{kind} at {self.stored.n_wide}"
+        return kind if self.smoothing is None else f"{kind} {SMOOTHED}"
 
-    def integers(self, matrix: Floats, bits: WeightBits) -> Columns | Blocks:
+    def integers(self, matrix: Floats, bits: WeightBits) -> Stored:
         """Return a matrix [K, N] as this recipe stores it."""
         if self.stored is not None:
             return self.stored
+        if self.form == "split":
+            raise ExportFailed("a split matrix needs its integers: only they say where it is split")
         return stored_matrix(smoothed_matrix(matrix, self.smoothing), self.form, bits)
 
 

@@ -12,6 +12,8 @@ from onnx import helper
 
 from fatdeploy.errors import ExportFailed
 from fatdeploy.export.graph_files import graphs_of, read_structure
+from fatdeploy.export.quantize.blocks.products import block_node, split_nodes
+from fatdeploy.export.quantize.blocks.split import SplitBlocks
 from fatdeploy.export.quantize.integers import Blocks, Columns, Floats, ValueRange
 from fatdeploy.export.quantize.lookups import CONTRIB, row_nodes, rows_constant
 from fatdeploy.export.quantize.matrices import (
@@ -23,16 +25,16 @@ from fatdeploy.export.quantize.matrices import (
     tensor_from_array,
 )
 from fatdeploy.export.quantize.recipe import (
+    STORED_AS,
     MatrixRecipe,
     Recipe,
+    Stored,
     drop_unread_constants,
     products_by_name,
     read_names,
     written_with_weights,
 )
 
-# int8 activations times the weights of blocks, summed in int32. Any other level restores float weights in every call.
-ACCURACY_LEVEL = 4
 NORMS = ("LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization")
 
 
@@ -54,11 +56,12 @@ class _OrtRewrite:
 
     recipe: Recipe
     folder: Path
-    stored: dict[str, Columns | Blocks] = field(default_factory=dict)  # by the constant's name
+    stored: dict[str, Stored] = field(default_factory=dict)  # by the constant's name
     recipes: dict[str, MatrixRecipe] = field(default_factory=dict)  # of stored matrices, by the constant's name
     # The integers of activations that have some already.
     bytes_of: dict[tuple[int, str, ValueRange], str] = field(default_factory=dict)
-    turned: dict[str, onnx.NodeProto] = field(default_factory=dict)  # transposes of tied matrices, by their rows' name
+    # What onnxruntime computes from constants once at load time, by the name of the result.
+    at_load: dict[str, onnx.NodeProto] = field(default_factory=dict)
 
     def replace(self, product: Product, recipe: MatrixRecipe) -> None:
         """Replace a product, the bias added to it and the ReLU before it by integer ops."""
@@ -88,7 +91,7 @@ class _OrtRewrite:
                     self._store(table.name, constant_array(table, self.folder).T, self.recipe.embedding)
                 if table.name in self.stored:
                     self._look_up(scope, node, table.name)
-        for node in self.turned.values():
+        for node in self.at_load.values():
             model.graph.node.insert(0, node)
         _drop_unread_nodes(model.graph)
         drop_unread_constants(model.graph)
@@ -99,8 +102,11 @@ class _OrtRewrite:
 
     def _product_nodes(self, product: Product, recipe: MatrixRecipe, bias: str, output: str) -> list[onnx.NodeProto]:
         stored = self._stored(product, recipe)
+        if isinstance(stored, SplitBlocks):
+            return self._in_parts(product, stored, bias, output)
         if isinstance(stored, Blocks):
-            return self._in_blocks(product, stored, bias, output)
+            constant = partial(self._constant, product.scope)
+            return [block_node(constant, product.weight.name, stored, product.activation, bias, output)]
         if recipe.form == "row":
             return self._by_row(product, bias, output)
         if recipe.activations is None:
@@ -190,34 +196,33 @@ class _OrtRewrite:
         ]
         return nodes + ([helper.make_node("Add", [scaled, bias], [output])] if bias else [])
 
-    def _in_blocks(self, product: Product, stored: Blocks, bias: str, output: str) -> list[onnx.NodeProto]:
-        """Weights in blocks; the kernel quantizes each block of a row on its own."""
-        name, scope = product.weight.name, product.scope
-        inputs = [product.activation, self._constant(scope, f"{name}/blocks", stored.values)]
-        inputs.append(self._constant(scope, f"{name}/scales", stored.scales))
-        inputs.append("" if stored.zeros is None else self._constant(scope, f"{name}/zeros", stored.zeros))
-        return [
-            helper.make_node(
-                "MatMulNBits",
-                [*inputs, "", bias] if bias else inputs,
-                [output],
-                domain=CONTRIB,
-                K=product.shape[0],
-                N=product.shape[1],
-                bits=stored.bits,
-                block_size=stored.size,
-                accuracy_level=ACCURACY_LEVEL,
-            )
-        ]
+    def _in_parts(self, product: Product, stored: SplitBlocks, bias: str, output: str) -> list[onnx.NodeProto]:
+        constant, biases = partial(self._constant, product.scope), ("", "")
+        if bias:
+            biases = self._cut_bias(product, bias, stored.n_wide)
+        return split_nodes(constant, product.weight.name, stored, product.activation, biases, output)
+
+    def _cut_bias(self, product: Product, bias: str, place: int) -> tuple[str, str]:
+        """Return the names of both parts of a bias, which onnxruntime cuts once at load time: it is stored whole."""
+        constant = product.scope.constant(bias)
+        assert constant is not None  # noqa: S101 - a bias is one
+        # Outside of branches the names of their constants are unknown; equal constants are stored once.
+        add = partial(self._constant, product.scope)
+        whole = add(f"{product.name}/whole", constant_array(constant, self.folder))
+        ends = [add(f"end/{end}", np.array([end])) for end in (0, place, product.shape[1])]
+        cut = f"{product.name}/bias/wide", f"{product.name}/bias/narrow"
+        for name, begin, end in zip(cut, ends, ends[1:], strict=False):
+            self.at_load[name] = helper.make_node("Slice", [whole, begin, end], [name], name=name)
+        return cut
 
     # -- constants -----------------------------------------------------------------------------------------------------
 
-    def _stored(self, product: Product, recipe: MatrixRecipe) -> Columns | Blocks:
+    def _stored(self, product: Product, recipe: MatrixRecipe) -> Stored:
         name = product.weight.name
         if name not in self.stored:
             self._store(name, matrix_of(product, self.folder), recipe)
         stored = self.stored[name]
-        if isinstance(stored, Blocks) != recipe.form.startswith("blocks"):
+        if not isinstance(stored, STORED_AS[recipe.form]):
             raise ExportFailed(f"{product.name}: another product reads the same matrix in another form")
         return stored
 
@@ -238,10 +243,9 @@ class _OrtRewrite:
         # Rows are looked up in it, so it keeps its layout, and onnxruntime transposes it once at load time. Not inside
         # a branch: there onnxruntime would keep the result in memory beside the copy that its kernel reads.
         rows = rows_constant(partial(self._constant, scope), name, stored)
-        if rows not in self.turned:
-            turned = f"{name}/turned"
-            self.turned[rows] = helper.make_node("Transpose", [rows], [turned], name=turned, perm=[1, 0])
-        return self.turned[rows].output[0], scales
+        turned = f"{name}/turned"
+        self.at_load[turned] = helper.make_node("Transpose", [rows], [turned], name=turned, perm=[1, 0])
+        return turned, scales
 
     def _range_constants(self, scope: Scope, chosen: ValueRange) -> tuple[str, str]:
         scale = self._constant(scope, f"scale/{chosen.scale!r}", np.array(chosen.scale, np.float32))

@@ -12,6 +12,9 @@ from fatdeploy.runtimes.engines.protocol import Engine
 
 # Sources of a batch at least if each has several rows: with fewer, a batch often waits for its longest.
 FEWEST_PLACES = 16
+# Positions of sources that are encoded at once while others are decoded: fewer take longer each, more leave the
+# processor's cache.
+ENCODED_TOGETHER = 384
 
 
 class Job:
@@ -23,6 +26,7 @@ class Job:
         self._lock = Lock()
         self._batches: deque[list[int]] = deque()
         self._waiting: deque[int] = deque()
+        self._n_workers = 1
 
     @property
     def n_rows(self) -> int:
@@ -39,7 +43,7 @@ class Job:
         most_places = most_rows if count == 1 else max(most_rows // count, FEWEST_PLACES)
         places = max(1, min(most_places, -(-len(self.rows) // n_workers)))
         batches = self._cut(budget, lambda *_: places)
-        self.refills = refills(engine, self.task)
+        self.refills, self._n_workers = refills(engine, self.task), n_workers
         if not self.refills:
             self._batches.extend(batches)
             return
@@ -57,8 +61,16 @@ class Job:
             return self._batches.popleft() if self._batches else None
 
     def take(self, count: int) -> list[int]:
-        """Take up to a number of sources that wait for a place in a batch, longest first."""
+        """Take a number of sources that wait for a place in a batch, longest first, or all if they are fewer.
+
+        More are taken while there are enough for all workers: they are encoded together.
+        """
         with self._lock:
+            if not self._waiting:
+                return []
+            together = max(count, ENCODED_TOGETHER // max(1, len(self.task.sources[self._waiting[0]])))
+            if len(self._waiting) > self._n_workers * together:
+                count = together
             return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
 
     def _cut(self, budget: int, most_sources: MostSources | None) -> list[list[int]]:

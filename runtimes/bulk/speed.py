@@ -14,7 +14,7 @@ from fatdeploy.runtimes.engines.protocol import Capacity, Engine, Want
 SOURCE_LENGTH = 24
 STEPS = 4  # after one to warm up
 # All measurements of a bundle together take about this long: larger batches are left out if small ones are slow.
-PATIENCE_S = 1.5
+PATIENCE_S = 4.0
 
 
 class Speeds:

@@ -67,21 +67,16 @@ class Workers:
 
     def _decode(self, job: Job, batch: Sequence[int]) -> None:
         """Decode a batch and those that take its places, unless another worker fails."""
+        waiting = Waiting(job.take) if job.refills else None
         n_reported = 0
-
-        def take(count: int) -> Sequence[int]:
-            nonlocal n_reported
-            newcomers = job.take(count)
-            # Each takes the place of a source that is complete.
-            n_reported += len(newcomers)
-            self._report(len(newcomers))
-            return newcomers
-
-        waiting = Waiting(take) if job.refills else None
         with Decoding.of_task(self._engine, job.task, batch, deadline=self._deadline, waiting=waiting) as decoding:
             while decoding.advance():
                 if self._stopped.is_set():
                     return
+                # Each source that joined has the place of one that is complete.
+                n_joined = len(decoding.arrivals) - len(batch)
+                self._report(n_joined - n_reported)
+                n_reported = n_joined
             results = decoding.results()
             sources = batch if waiting is None else decoding.arrivals
         for source, result in zip(sources, results, strict=True):

@@ -168,6 +168,8 @@ class Decoding(ClosedOnExit):
 
     def close(self) -> None:
         """Return the state to the engine."""
+        if self._refill is not None:
+            self._refill.close()
         if self._owns_state:
             self._owns_state = False
             self._engine.release(self._state)

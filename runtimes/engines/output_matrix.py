@@ -1,6 +1,7 @@
 """Rows of a bundle's output matrix and its bias, read from the weights file without touching the rest of it."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -105,21 +106,40 @@ class StoredMatrix:
         return rows
 
     def _blocks(self, ids: Ids) -> Floats:
-        """Return dequantized rows of blocks of 8-bit or 4-bit numbers."""
-        matrix, size = self._matrix, self._matrix.block_size or self._width
+        """Return dequantized rows of blocks of 8-bit or 4-bit numbers; the first may have 8 where others have 4."""
+        wide, n_wide = self._matrix.wide, self._n_wide
+        if wide is None:
+            return self._restored(_places(self._matrix, self._n_rows), ids)
+        rows = np.empty((len(ids), self._width), np.float32)
+        first = ids < n_wide
+        rows[first] = self._restored(_Places(n_wide, 8, wide.offset, wide.scales, None, wide.block_size), ids[first])
+        rows[~first] = self._restored(_places(self._matrix, self._n_rows - n_wide), ids[~first] - n_wide)
+        return rows
+
+    @property
+    def _n_wide(self) -> int:
+        """How many of the first rows have 8 bits where the others have 4."""
+        n_wide = 0 if self._matrix.wide is None else self._matrix.wide.rows
+        if n_wide >= self._n_rows:
+            raise BundleError(
+                f"{self._bundle.path}: the output matrix has {self._n_rows} rows, and the manifest says that the first "
+                f"{n_wide} are wide and others follow; export the bundle again"
+            )
+        return n_wide
+
+    def _restored(self, places: "_Places", ids: Ids) -> Floats:
+        size = places.block_size
         n_scales = -(-self._width // size)
-        scales = self._mapped(matrix.scales or 0, "float32", (self._n_rows, n_scales))[ids]
-        zeros: Any = 128
-        if matrix.dtype == "int8":
-            values = self._mapped(matrix.offset, "uint8", (self._n_rows, n_scales * size))[ids]
-        else:
-            values = _unpacked(self._mapped(matrix.offset, "uint8", (self._n_rows, n_scales * size // 2))[ids])
-            zeros = 8
-        if matrix.zeros is not None:
-            shape = (self._n_rows, -(-n_scales // 2))
-            zeros = _unpacked(self._mapped(matrix.zeros, "uint8", shape)[ids])[:, :n_scales, None]
+        scales = self._mapped(places.scales, "float32", (places.rows, n_scales))[ids]
+        values = self._mapped(places.offset, "uint8", (places.rows, n_scales * size * places.bits // 8))[ids]
+        if places.bits == 4:
+            values = _unpacked(values)
+        zeros: Any = 2 ** (places.bits - 1)
+        if places.zeros is not None:
+            shape = (places.rows, -(-n_scales // 2))
+            zeros = _unpacked(self._mapped(places.zeros, "uint8", shape)[ids])[:, :n_scales, None]
         numbers = (values.reshape(len(ids), n_scales, size).astype(np.float32) - zeros) * scales[..., None]
-        return np.ascontiguousarray(numbers.reshape(len(ids), -1)[:, : self._width])
+        return np.ascontiguousarray(numbers.reshape(len(ids), n_scales * size)[:, : self._width])
 
     def _mapped(self, offset: int, dtype: str, shape: tuple[int, int]) -> NDArray[Any]:
         """Return a view of an array in the weights file."""
@@ -138,6 +158,24 @@ class StoredMatrix:
         return self._arrays[key]
 
 
+@dataclass(frozen=True)
+class _Places:
+    """Where rows of blocks are in the weights file, and how many bits a number has."""
+
+    rows: int
+    bits: int
+    offset: int
+    scales: int
+    zeros: int | None
+    block_size: int
+
+
+def _places(matrix: OutputMatrix, rows: int) -> _Places:
+    assert matrix.scales is not None and matrix.block_size is not None  # noqa: S101, PT018 - the record checks it
+    bits = 8 if matrix.dtype == "int8" else 4
+    return _Places(rows, bits, matrix.offset, matrix.scales, matrix.zeros, matrix.block_size)
+
+
 def _unpacked(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return 4-bit numbers that are stored two per byte, the first in the low half."""
-    return np.stack([values & 15, values >> 4], -1).reshape(*values.shape[:-1], -1)
+    return np.stack([values & 15, values >> 4], -1).reshape(*values.shape[:-1], 2 * values.shape[-1])

@@ -14,6 +14,7 @@ Floats = NDArray[np.float32]
 Rows = NDArray[np.int64]
 Ids = NDArray[np.int64]
 State = TypeVar("State")
+ALL_SOURCES = slice(None)
 
 
 class Want(IntEnum):
@@ -138,12 +139,13 @@ class Refilling(Engine[State], Protocol[State]):
         """Whether this engine's model can do it."""
         ...
 
-    def refill(self, state: State, places: Rows, newcomers: State) -> None:
-        """Let the sources of a state that was just encoded take the places of sources of another.
+    def refill(self, state: State, places: Rows, newcomers: State, chosen: slice = ALL_SOURCES) -> None:
+        """Let sources of a state that was just encoded take the places of sources of another.
 
-        ``places`` are indices of sources, one per newcomer. All rows of these places are at position 0 afterwards;
-        other rows stay as they are. A newcomer must not be longer than the longest source that the state was encoded
-        with. The caller still owns ``newcomers`` and releases it.
+        ``places`` are indices of sources, one per newcomer; ``chosen`` says which of ``newcomers`` join (default: all).
+        All rows of these places are at position 0 afterwards; other rows stay as they are. A newcomer must not be
+        longer than the longest source that the state was encoded with. The caller still owns ``newcomers`` and releases
+        it.
         """
         ...
 

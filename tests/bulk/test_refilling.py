@@ -37,8 +37,12 @@ def refilled(
     share: float = 0.25,
     prefixes: Prefixes | None = None,
     deadline: float | None = None,
+    ahead: int = 0,
 ) -> list[Hypothesis]:
-    """Return the results of sources, in their order; those that never began are missing."""
+    """Return the results of sources, in their order; those that never began are missing.
+
+    ``ahead`` more sources than asked for are handed out to be encoded.
+    """
     task = task_of(engine.spec, sources, options, prefixes=prefixes, text_of=text_of)
     assert refills(engine, task)
     queue = deque(range(len(sources)))
@@ -46,7 +50,7 @@ def refilled(
     def take(count: int) -> list[int]:
         return [queue.popleft() for _ in range(min(count, len(queue)))]
 
-    waiting = Waiting(take, share)
+    waiting = Waiting(lambda count: take(count + ahead), share)
     with Decoding.of_task(engine, task, take(places), deadline=deadline, waiting=waiting) as decoding:
         results = decoding.run()
         by_source = dict(zip(decoding.arrivals, results, strict=True))
@@ -107,6 +111,48 @@ def test_a_source_that_joins_gives_what_it_gives_alone(options: DecodeOptions, s
         np.testing.assert_array_equal(np.asarray(result.alignments), np.asarray(other.alignments))
     assert engine.joined == 35
     assert len({result.tokens for result in results}) > 30
+
+
+@pytest.mark.parametrize("options", CHOICES.values(), ids=CHOICES)
+@pytest.mark.parametrize("ahead", [1, 6, 40])
+def test_a_source_that_was_encoded_early_gives_the_same(options: DecodeOptions, ahead: int) -> None:
+    sources, engine = drawn_sources(30), RefilledEngine(spec=ALIGNED)
+    assert refilled(engine, sources, options, share=0.0, ahead=ahead) == alone(sources, options)
+    assert engine.joined == 25
+
+
+class Encodes(RefilledEngine):
+    """Counts the sources of each encode."""
+
+    def __init__(self) -> None:
+        super().__init__(spec=ALIGNED)
+        self.encoded: list[int] = []
+
+    def encode(self, source: Any, *arguments: Any) -> TableState:
+        self.encoded.append(len(source))
+        return super().encode(source, *arguments)
+
+
+def test_sources_that_are_taken_together_are_encoded_together() -> None:
+    engine = Encodes()
+    refilled(engine, drawn_sources(40), DecodeOptions(), share=0.0, ahead=9)
+    assert sum(engine.encoded) == 40
+    assert engine.encoded[0] == 5
+    assert min(engine.encoded[1:-1]) >= 10
+
+
+def test_sources_that_never_join_are_released() -> None:
+    engine = RefilledEngine(spec=ALIGNED)
+    task = task_of(engine.spec, drawn_sources(30), DecodeOptions())
+    queue = deque(range(3, 30))
+    waiting = Waiting(lambda count: [queue.popleft() for _ in range(count + 20)], 0.0)
+    with Decoding.of_task(engine, task, range(3), waiting=waiting) as decoding:
+        while not engine.joined:
+            decoding.advance()
+        assert engine.n_states == 2
+        begun = len(decoding.arrivals)
+    assert engine.n_states == 0
+    assert begun == 3 + engine.joined
 
 
 @pytest.mark.parametrize("places", [1, 2, 7, 39, 40, 60])
@@ -225,7 +271,7 @@ def test_states_are_released_if_the_engine_fails(verb: str) -> None:
     engine = Failing()
     engine.fails = verb
     with pytest.raises(RuntimeError, match=f"{verb} failed"):
-        refilled(engine, drawn_sources(30), DecodeOptions(), share=0.0)
+        refilled(engine, drawn_sources(30), DecodeOptions(), share=0.0, ahead=2)
     assert engine.n_states == 0
 
 

@@ -28,7 +28,7 @@ from fatdeploy.certificate import (
 )
 from fatdeploy.errors import BundleError
 from fatdeploy.machine import Machine
-from fatdeploy.manifest import FORMAT, PARITY
+from fatdeploy.manifest import FORMAT, PARITY, WideRows
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.proof.promise import promise_of
 from fatdeploy.runtimes.shortlist.table import read_table
@@ -41,7 +41,8 @@ TOKENS = {
     **dict.fromkeys(FORMATS, OLD_TOKENS),
     "1.4": (12, 12, 21, 12, 12, 12, 21, 21),
     "1.5": (19, 5, 21, 26, 47, 26, 47, 24),
-    "1.6": (15, 15, 33, 10, 16, 46, 16, 56),
+    "1.6": (19, 5, 21, 26, 47, 26, 47, 4),
+    "1.7": (15, 15, 33, 10, 16, 46, 16, 56),
 }
 
 MACHINE = Machine("made up", None, "x86_64", ("avx2",), 4, None, "Linux 6.1", "3.11.7")
@@ -125,13 +126,13 @@ def test_a_bundle_of_an_imported_model_keeps_its_settings_and_its_text() -> None
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_have_one_position_unless_the_bundle_says_otherwise(name: str) -> None:
     spec = read_bundle(DATA / name).spec
-    assert (spec.row_positions, spec.position.shape) == ((True, ("rows",)) if name == "1.5" else (False, ()))
+    assert (spec.row_positions, spec.position.shape) == ((True, ("rows",)) if name in ("1.5", "1.6") else (False, ()))
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_state_starts_at_zero_unless_the_bundle_says_otherwise(name: str) -> None:
     spec = read_bundle(DATA / name).spec
-    assert [tensor.name for tensor in spec.starts] == (["start.sum"] if name == "1.6" else [])
+    assert [tensor.name for tensor in spec.starts] == (["start.sum"] if name == "1.7" else [])
 
 
 def test_the_output_bias_of_a_bundle_is_read() -> None:
@@ -255,3 +256,13 @@ def test_a_smoothed_output_matrix_says_how_hidden_states_become_bytes() -> None:
     assert matrix is not None
     assert (matrix.dtype, matrix.block_size, matrix.smoothing, matrix.bias) == ("int8", None, 24576, 24960)
     assert matrix.activation == (pytest.approx(0.01990777), 127)
+
+
+def test_an_output_matrix_whose_first_rows_have_8_bits_says_where_they_are() -> None:
+    bundle = read_bundle(DATA / "1.6")
+    matrix = bundle.manifest.output_matrix
+    assert matrix is not None
+    assert (matrix.dtype, matrix.offset, matrix.scales, matrix.zeros) == ("int4", 10816, 11584, 11776)
+    assert matrix.wide == WideRows(rows=16, offset=10240, scales=10752, block_size=32)
+    assert bundle.manifest.quantization is not None
+    assert bundle.manifest.quantization.matrices["output"] == "int4 split at 16"

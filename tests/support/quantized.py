@@ -1,5 +1,6 @@
 """Quantized bundles for tests, made from the bundles that other tests share: nothing is traced again."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from fatdeploy.export.quantize.examples import examples_from_file, random_exampl
 from fatdeploy.export.quantize.gate import RANDOM_STEPS
 from fatdeploy.export.quantize.integers import WeightBits
 from fatdeploy.export.quantize.planning.costs import ProductShape
+from fatdeploy.export.quantize.planning.plan import Option, Plan, planned
 from fatdeploy.export.quantize.quantizer import Quantizer
 from fatdeploy.export.quantize.recipe import Form
 from fatdeploy.export.quantize.request import Integers, QuantizeRequest, Trial
@@ -75,6 +77,28 @@ def formed_of(preset: str, form: Form, *, smoothed: bool = False) -> Bundle:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fatdeploy.export.quantize.planning.form_search.cost_of", cost)
         return _shared(bundle_of(preset), exportable_model(model_of(preset)), origin, trial)
+
+
+@cache
+def split_of(preset: str) -> Bundle:
+    """Return a preset in int4 whose output matrix has its first columns in 8 bits."""
+    return split_from(bundle_of(preset), exportable_model(model_of(preset)), f"{preset}-split")
+
+
+def split_from(plain: Bundle, exportable: Exportable, name: str) -> Bundle:
+    """Return a model in int4 whose output matrix has its first columns in 8 bits."""
+
+    def split(options: Mapping[str, Sequence[Option]], budget: float) -> Plan:
+        splits = [option for option in options["output"] if option.recipe.form == "split"]
+        chosen = min(splits, key=lambda option: option.cost)
+        return Plan({**planned(options, budget).choices, "output": chosen})
+
+    examples = random_examples(plain.spec, 0), random_examples(plain.spec, 1)[:12]
+    origin = Origin(name=name, random=True)
+    trial = trial_of(origin, QuantizeRequest(precision="int4"), examples, None, lambda _: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fatdeploy.export.quantize.quantizer.planned", split)
+        return _shared(plain, exportable, origin, trial)
 
 
 @cache

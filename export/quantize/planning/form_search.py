@@ -10,11 +10,19 @@ from fatdeploy.export.graph_files import read_structure
 from fatdeploy.export.models.exportable import Exportable
 from fatdeploy.export.quantize.calibrate import Activation, CalibrationRow, activations_of
 from fatdeploy.export.quantize.integers import Floats, WeightBits
-from fatdeploy.export.quantize.matrices import Product, matrix_of, products_of
+from fatdeploy.export.quantize.matrices import OUTPUT, Product, matrix_of, products_of
 from fatdeploy.export.quantize.planning.costs import ProductShape, cost_of
-from fatdeploy.export.quantize.planning.forms import Candidate, Sample, candidates_of, measured_form
-from fatdeploy.export.quantize.planning.plan import Option, worthwhile
+from fatdeploy.export.quantize.planning.forms import (
+    Candidate,
+    Sample,
+    candidates_of,
+    measured_form,
+    restored_matrix,
+    split_candidates,
+)
+from fatdeploy.export.quantize.planning.plan import NOISE, Option, worthwhile
 from fatdeploy.export.quantize.planning.sensitivity import LOGITS, sensitivities_of
+from fatdeploy.export.quantize.planning.vocabulary import Lookups, lookup_shares
 from fatdeploy.export.quantize.precisions import Graphs, Matrix, tables_of
 from fatdeploy.export.quantize.recipe import FLOATS, Form, MatrixPrecision, MatrixRecipe, stored_matrix
 from fatdeploy.export.quantize.request import QuantizeRequest
@@ -27,7 +35,8 @@ MOST_ENCODER_ROWS = 128
 TABLE_BYTE = 1e-6
 # How many matrices are tried between two messages.
 STAGE_EVERY = 20
-# How much dearer a higher precision is than any form that was asked for, at least.
+# How much dearer a higher precision is than any form that was asked for, at least: its time may be as short. Its size
+# never is, and says by itself what it costs.
 HIGHER = 1.5
 # Rows to judge a matrix with whose activations calibration never saw.
 UNSEEN_ROWS = 64
@@ -54,6 +63,7 @@ class FormSearch:
             for product in products_of(read_structure(path).graph)
         }
         self._sensitivities: dict[str, Floats] = {}
+        self._lookups: Lookups | None = None
         self._usual = 1.0  # what an error as large as the result itself costs, of the median matrix
 
     def options(
@@ -65,6 +75,7 @@ class FormSearch:
         self._stage("measuring how much each matrix matters")
         columns = {name: product.shape[1] for (_, name), product in self._products.items()}
         self._sensitivities = sensitivities_of(self._model, columns, rows)
+        self._lookups = self._lookups_of(rows)
         samples = {matrix.name: self._sample(matrix, activations) for matrix in self._matrices}
         self._usual = self._usual_cost(samples)
         lengths = _mean([len(row.source) for row in rows]), _mean([len(row.target) for row in rows])
@@ -75,7 +86,9 @@ class FormSearch:
             sample, seen = samples.pop(matrix.name).weighed(self._usual), activations[matrix.part][matrix.activation]
             candidates = self._candidates(matrix, sample, seen, allowed[matrix.name])
             options = [self._option(matrix, candidate, lengths) for candidate in candidates]
-            found[matrix.name] = worthwhile(_raised_costs(options, allowed[matrix.name][0]))
+            higher = 1.0 if self._counts_bytes else HIGHER
+            raised = _raised_costs(options, allowed[matrix.name][0], higher)
+            found[matrix.name] = worthwhile(raised, self._noise)
         if not any(matrix.tied for matrix in self._matrices):
             found[EMBEDDING] = self._table_options(allowed[EMBEDDING])
         return found
@@ -88,12 +101,26 @@ class FormSearch:
         weights = matrix_of(product, self._graphs[matrix.part].parent)
         if not values.size:
             values = np.random.default_rng(0).standard_normal((UNSEEN_ROWS, product.shape[0]), np.float32)
-        return Sample(values, np.ascontiguousarray(weights), self._weights_of(product))
+        return Sample(
+            values,
+            np.ascontiguousarray(weights),
+            self._weights_of(product),
+            self._lookups if matrix.tied and self._has_tokens(product) else None,
+        )
+
+    def _has_tokens(self, product: Product) -> bool:
+        """Whether a product has as many columns as there are tokens; one inside a layer may by chance."""
+        return product.shape[1] == self._model.spec.vocab_size
+
+    def _is_output(self, matrix: Matrix) -> bool:
+        """Whether the columns of a matrix are tokens."""
+        named = matrix.tied or matrix.name == OUTPUT
+        return named and self._has_tokens(self._products[matrix.part, matrix.name])
 
     def _weights_of(self, product: Product) -> Floats | None:
         """Return what an error in each result of a product costs; None if no gradient reached it."""
         known = self._sensitivities.get(product.name)
-        if known is None and product.shape[1] == self._model.spec.vocab_size:
+        if known is None and self._has_tokens(product):
             known = self._sensitivities.get(LOGITS)
         return known
 
@@ -110,9 +137,10 @@ class FormSearch:
             return [measured_form(sample, recipe, bits) for recipe in self._standard_recipes(seen, precisions)]
         forms = [form for precision in precisions for form in self._forms(precision, seen)]
         candidates = candidates_of(sample, forms, bits, smoothed=bool(seen.values.size) and not matrix.shared)
-        if not matrix.tied:
+        # Other products would read the parts of a split matrix in other forms; and its time is not measured.
+        if matrix.shared or not self._counts_bytes or not self._is_output(matrix):
             return candidates
-        return [Candidate(one.recipe, one.error + self._table_error(one.recipe, sample.matrix)) for one in candidates]
+        return candidates + split_candidates(sample, candidates, bits)
 
     def _forms(self, precision: MatrixPrecision, seen: Activation) -> tuple[Form, ...]:
         """Return the forms of a precision: beside 4 bits, 8 bits are in blocks too."""
@@ -150,7 +178,7 @@ class FormSearch:
             error = sum(self._table_error(recipe, table) for table in tables)
             size = sum(n_bytes(recipe, table.shape, self._request.weight_bits) for table in tables)
             options.append(Option(recipe, error, size if self._counts_bytes else TABLE_BYTE * size))
-        return worthwhile(options)
+        return worthwhile(options, self._noise)
 
     def _tables(self) -> list[Floats]:
         """Return the tables [M, V] of both graphs, each once."""
@@ -163,10 +191,17 @@ class FormSearch:
         weights = self._sensitivities.get(EMBEDDING)
         if weights is None or len(weights) != len(table) or recipe.form == "fp32":
             return 0.0
-        restored = recipe.integers(table, self._request.weight_bits).restored()
-        if recipe.smoothing is not None:
-            restored = restored / recipe.smoothing[:, None]
-        return float(np.square(restored - table).mean(1) @ weights)
+        stored = recipe.integers(table, self._request.weight_bits)
+        return float(np.square(restored_matrix(recipe, stored) - table).mean(1) @ weights)
+
+    def _lookups_of(self, rows: Sequence[CalibrationRow]) -> Lookups | None:
+        """Return what an error in a row of the tied table costs; None if no gradient reached it."""
+        weights, spec = self._sensitivities.get(EMBEDDING), self._model.spec
+        if weights is None:
+            return None
+        shared = spec.n_source_ids == spec.vocab_size
+        ids = [tokens for row in rows for tokens in ((row.source, row.target) if shared else (row.target,))]
+        return Lookups(lookup_shares(ids, spec.vocab_size), weights)
 
     # -- costs ---------------------------------------------------------------------------------------------------------
 
@@ -174,6 +209,11 @@ class FormSearch:
     def _counts_bytes(self) -> bool:
         """Whether small is asked for, and not fast: 4 bits, and graphs whose device is not this one."""
         return self._standard or self._request.precision == "int4"
+
+    @property
+    def _noise(self) -> float:
+        """How far costs must differ to be different: sizes are not measured."""
+        return 1.0 if self._counts_bytes else NOISE
 
     def _option(self, matrix: Matrix, candidate: Candidate, lengths: tuple[float, float]) -> Option:
         product, recipe = self._products[matrix.part, matrix.name], candidate.recipe
@@ -206,11 +246,11 @@ def n_bytes(recipe: MatrixRecipe, shape: tuple[int, int], bits: WeightBits) -> i
     return shape[1] * stored_matrix(np.ones((shape[0], 1), np.float32), recipe.form, bits).nbytes
 
 
-def _raised_costs(options: Sequence[Option], precision: MatrixPrecision) -> list[Option]:
+def _raised_costs(options: Sequence[Option], precision: MatrixPrecision, higher: float) -> list[Option]:
     """Return options in which a higher precision than was asked for is always dearer: only the bar is a reason."""
     asked = max((option.cost for option in options if option.recipe.precision == precision), default=0.0)
     return [
-        option if option.recipe.precision == precision else replace(option, cost=max(option.cost, HIGHER * asked))
+        option if option.recipe.precision == precision else replace(option, cost=max(option.cost, higher * asked))
         for option in options
     ]
 

@@ -5,17 +5,21 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fatdeploy.export.quantize.blocks.split import SplitBlocks
 from fatdeploy.export.quantize.integers import (
     Blocks,
     Floats,
     WeightBits,
+    best_blocks,
     best_range,
+    joined_blocks,
     restored_row_blocks,
     restored_rows,
     smoothing_factors,
 )
-from fatdeploy.export.quantize.planning.gptq import blocks_by_hessian
-from fatdeploy.export.quantize.recipe import FLOATS, Form, MatrixRecipe, smoothed_matrix, stored_matrix
+from fatdeploy.export.quantize.planning.gptq import blocks_by_hessian, hessian_of
+from fatdeploy.export.quantize.planning.vocabulary import Lookups, split_recipes, tied_hessians
+from fatdeploy.export.quantize.recipe import FLOATS, Form, MatrixRecipe, Stored, smoothed_matrix
 
 # How much of a channel's size moves from activations into weights. A single range for all activations gains most.
 ALPHAS: dict[Form, tuple[float, ...]] = {
@@ -42,12 +46,13 @@ class Candidate:
 class Sample:
     """Activations [n, K] of a matrix [K, N], and what an error in each column of its results costs [N].
 
-    ``weights`` are None where that is unknown.
+    ``weights`` are None where that is unknown. ``lookups`` are those in the same matrix, if it has any.
     """
 
     rows: Floats
     matrix: Floats
     weights: Floats | None
+    lookups: Lookups | None = None
 
     def few(self) -> "Sample":
         """Return fewer rows, evenly from all, so that forms can be compared quickly."""
@@ -78,6 +83,13 @@ def candidates_of(sample: Sample, forms: Sequence[Form], bits: WeightBits, *, sm
     return candidates
 
 
+def split_candidates(sample: Sample, candidates: Sequence[Candidate], bits: WeightBits) -> list[Candidate]:
+    """Return candidates of 4 bits again with more and more of their first columns in 8 bits."""
+    judge = _Judge(sample.few(), bits)
+    narrow = [candidate.recipe for candidate in candidates if candidate.recipe.form == "blocks4"]
+    return [judge.measured(split) for recipe in narrow for split in split_recipes(sample.matrix, recipe, bits)]
+
+
 def measured_form(sample: Sample, recipe: MatrixRecipe, bits: WeightBits) -> Candidate:
     """Return one recipe with its error."""
     return _Judge(sample.few(), bits).measured(recipe)
@@ -100,10 +112,19 @@ def _of_form(form: Form, judge: "_Judge", largest: Floats, *, smoothed: bool) ->
 def _rounded(candidate: Candidate, sample: Sample, judge: "_Judge") -> Candidate:
     """Return 4-bit blocks whose rounding minimises the error of results, if that is better."""
     recipe = candidate.recipe
-    matrix = smoothed_matrix(sample.matrix, recipe.smoothing)
-    rows = sample.rows if recipe.smoothing is None else sample.rows / recipe.smoothing
-    careful = judge.measured(replace(recipe, stored=blocks_by_hessian(matrix, rows)))
+    careful = judge.measured(replace(recipe, stored=_careful_blocks(sample, recipe.smoothing)))
     return careful if careful.error < candidate.error else candidate
+
+
+def _careful_blocks(sample: Sample, smoothing: Floats | None) -> Blocks:
+    """Return a matrix in 4-bit blocks, rounded for its activations and for the rows that are looked up in it."""
+    matrix = smoothed_matrix(sample.matrix, smoothing)
+    hessian = hessian_of(sample.rows if smoothing is None else sample.rows / smoothing)
+    if sample.lookups is None or sample.weights is None:
+        return blocks_by_hessian(matrix, hessian)
+    layout = best_blocks(matrix)
+    parts = tied_hessians(hessian, sample.weights, sample.lookups, smoothing)
+    return joined_blocks([blocks_by_hessian(matrix[:, span], both, layout) for span, both in parts])
 
 
 class _Judge:
@@ -121,25 +142,43 @@ class _Judge:
 
     def measured(self, recipe: MatrixRecipe) -> Candidate:
         """Return the error of a recipe, with a correction of its bias where that helps."""
-        lost = self._results(recipe) - self._expected
+        stored = self._stored(recipe)
+        lost = self._results(recipe, stored) - self._expected
         mean = lost.mean(0)
         squares = np.square(lost, dtype=np.float32).mean(0)
         error, corrected = (float(part @ self.sample.weights) for part in (squares, squares - np.square(mean)))
         if recipe.form == "static" and corrected < (1 - WORTH_CORRECTING) * error:
-            return Candidate(replace(recipe, correction=-mean), corrected)
-        return Candidate(recipe, error)
+            recipe, error = replace(recipe, correction=-mean), corrected
+        return Candidate(recipe, error + self._lookup_error(recipe, stored))
 
-    def _results(self, recipe: MatrixRecipe) -> Floats:
+    def _stored(self, recipe: MatrixRecipe) -> Stored:
+        return recipe.integers(self.sample.matrix, self._bits)
+
+    def _lookup_error(self, recipe: MatrixRecipe, stored: Stored) -> float:
+        if self.sample.lookups is None:
+            return 0.0
+        return self.sample.lookups.error(restored_matrix(recipe, stored) - self.sample.matrix)
+
+    def _results(self, recipe: MatrixRecipe, stored: Stored) -> Floats:
         rows: Floats = self.sample.rows if recipe.smoothing is None else self.sample.rows / recipe.smoothing
-        stored = recipe.stored
-        if stored is None:
-            matrix = smoothed_matrix(self.sample.matrix, recipe.smoothing)
-            stored = stored_matrix(matrix, recipe.form, self._bits)
+        if isinstance(stored, SplitBlocks):
+            return np.concatenate([_block_results(rows, part) for part in (stored.wide, stored.narrow)], 1)
         if isinstance(stored, Blocks):
-            rows = restored_row_blocks(rows, stored.size)
-        elif recipe.form == "row":
+            return _block_results(rows, stored)
+        if recipe.form == "row":
             rows = restored_rows(rows)
         elif recipe.activations is not None:
             rows = recipe.activations.restored(rows)
         results: Floats = rows @ stored.restored()
         return results
+
+
+def _block_results(rows: Floats, stored: Blocks) -> Floats:
+    results: Floats = restored_row_blocks(rows, stored.size) @ stored.restored()
+    return results
+
+
+def restored_matrix(recipe: MatrixRecipe, stored: Stored) -> Floats:
+    """Return the matrix that integers stand for, without the factors of its channels."""
+    restored = stored.restored()
+    return restored if recipe.smoothing is None else restored / recipe.smoothing[:, None]

@@ -38,11 +38,11 @@ class Plan:
         return sum(option.cost for option in self.choices.values())
 
 
-def worthwhile(options: Sequence[Option]) -> list[Option]:
+def worthwhile(options: Sequence[Option], noise: float = NOISE) -> list[Option]:
     """Return the options that no other beats: as exact, and as cheap up to the noise of measurements."""
     kept: list[Option] = []
     for option in sorted(options, key=lambda option: (option.error, option.cost)):
-        if not any(other.cost <= NOISE * option.cost for other in kept):
+        if not any(other.cost <= noise * option.cost for other in kept):
             kept.append(option)
     return kept
 

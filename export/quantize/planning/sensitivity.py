@@ -14,8 +14,8 @@ from fatdeploy.export.tracing.scaled_queries import scaled_queries
 from fatdeploy.manifest import EMBEDDING
 from fatdeploy.runtimes.decoding.sources import padded
 
-# Target tokens that are enough to rank matrices by; more take longer and change little.
-MOST_TOKENS = 1024
+# Target tokens that are enough to rank matrices and the tokens of a vocabulary by; more take longer and change little.
+MOST_TOKENS = 4096
 LOGITS = "logits"
 
 

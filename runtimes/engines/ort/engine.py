@@ -38,6 +38,7 @@ from fatdeploy.runtimes.engines.ort.sessions import (
 )
 from fatdeploy.runtimes.engines.output_matrix import stored_output_bias, stored_output_rows
 from fatdeploy.runtimes.engines.protocol import (
+    ALL_SOURCES,
     Capacity,
     Floats,
     Ids,
@@ -209,26 +210,28 @@ class OrtEngine:
         """Whether rows may be at different positions, so that new sources can take the places of finished ones."""
         return self.spec.row_positions and self.device is None
 
-    def refill(self, state: OrtState, places: Rows, newcomers: OrtState) -> None:
+    def refill(self, state: OrtState, places: Rows, newcomers: OrtState, chosen: slice = ALL_SOURCES) -> None:
         """Let newly encoded sources take the places of sources of a state; all rows of these places start anew."""
         _check_not_released(state)
         _check_not_released(newcomers)
         if not self.refills:
             raise SpecMismatch("refill refused: all rows of this engine are at one position; decode whole batches")
-        mask, new_mask = (one.sources[self.spec.source_mask.name] for one in (state, newcomers))
+        mask, all_new = (one.sources[self.spec.source_mask.name] for one in (state, newcomers))
+        new_mask = all_new[chosen]
         check_refill(places, len(mask), len(new_mask))
         lengths, new_lengths = mask.sum(1), new_mask.sum(1)
         check_newcomers(new_lengths, state.source_length, started=newcomers.position > 0 or newcomers is state)
         lengths[places] = new_lengths
         width = refilled_width(lengths, mask.shape[1], state.widest, SOURCE_MULTIPLE)
-        state.sources = refilled(self.spec, state.sources, places, newcomers.sources, width)
+        joining = {name: array[chosen] for name, array in newcomers.sources.items()}
+        state.sources = refilled(self.spec, state.sources, places, joining, width)
         if width != mask.shape[1]:
             state.inputs = self._binder.values(state.sources)
             _set_aside(state)
         per_source = state.rows // len(mask)
         rows = (places[:, None] * per_source + np.arange(per_source)).reshape(-1)
         # One row of each newcomer, which all rows of its place continue: it has read no token yet.
-        first = np.arange(0, newcomers.rows, newcomers.rows // len(new_mask)).repeat(per_source)
+        first = np.arange(0, newcomers.rows, newcomers.rows // len(all_new))[chosen].repeat(per_source)
         arrays = state.arrays[state.turn], newcomers.arrays[newcomers.turn]
         for tensor, array, started in zip(self.spec.state, *arrays, strict=True):
             if tensor.kind == "recurrent":
@@ -292,7 +295,9 @@ class OrtEngine:
     def _places(self) -> tuple[Binder, ArrayMemory]:
         """Return what binds arrays and what stores them, on the host or on a device."""
         if self.device is None:
-            return Binder(self._ort, self.spec, branches=self.branches), HostMemory(self.spec, 1 + self._alternates)
+            return Binder(self._ort, self.spec, branches=self.branches), HostMemory(
+                self._ort, self.spec, 1 + self._alternates
+            )
         binder = DeviceBinder(self._ort, self.spec, self.device, branches=self.branches, alternates=self._alternates)
         open_session = partial(opened_session, self._ort, provider=self.device.provider, threads=1)
         return binder, DeviceMemory(self.device, self.spec, open_session, alternates=self._alternates)

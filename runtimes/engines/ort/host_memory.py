@@ -13,6 +13,9 @@ from fatdeploy.spec import ModelSpec
 # A numpy array, or an array on a device that has ``shape`` and ``nbytes`` too.
 HostOrDeviceArray = Any
 Shape = tuple[int, ...]
+# Positions that the encoder reads at once. The numbers of more positions leave the processor's cache: from 768 on, each
+# took a fifth longer (512 wide, 1 MB of second-level cache), and 384 were as fast as any.
+ENCODED_TOGETHER = 512
 
 
 class ArrayMemory(Protocol):
@@ -46,13 +49,32 @@ class ArrayMemory(Protocol):
 class HostMemory:
     """Numpy arrays, which onnxruntime's CPU provider reads and writes in place."""
 
-    def __init__(self, spec: ModelSpec, n_sets: int) -> None:
+    def __init__(self, ort: Any, spec: ModelSpec, n_sets: int) -> None:
         self._spec, self._n_sets = spec, n_sets
+        self._value = ort.OrtValue.ortvalue_from_numpy
         self._outputs = [tensor.name for tensor in spec.encoder_outputs()]
         self._starts = frozenset(tensor.name for tensor in spec.starts)
+        self._by_source = all(tensor.shape[:1] == ("batch",) for tensor in spec.encoder_outputs())
 
     def encoded(self, encoder: Any, feeds: dict[str, Array]) -> dict[str, HostOrDeviceArray]:
-        return {**feeds, **dict(zip(self._outputs, encoder.run(self._outputs, feeds), strict=True))}
+        n_sources, length = feeds[self._spec.source.name].shape
+        count = max(1, ENCODED_TOGETHER // length)
+        if n_sources <= count or not self._by_source:
+            return {**feeds, **dict(zip(self._outputs, encoder.run(self._outputs, feeds), strict=True))}
+        sizes = {"batch": n_sources, "source": length}
+        results = {tensor.name: np.empty(tensor.sized(sizes), tensor.dtype) for tensor in self._spec.encoder_outputs()}
+        for begin in range(0, n_sources, count):
+            self._encode_part(encoder, feeds, results, slice(begin, begin + count))
+        return {**feeds, **results}
+
+    def _encode_part(self, encoder: Any, feeds: dict[str, Array], results: dict[str, Array], sources: slice) -> None:
+        """Encode some sources; onnxruntime writes their results to where those of all are."""
+        binding = encoder.io_binding()
+        for name, array in feeds.items():
+            binding.bind_ortvalue_input(name, self._value(array[sources]))
+        for name, array in results.items():
+            binding.bind_ortvalue_output(name, self._value(array[sources]))
+        encoder.run_with_iobinding(binding)
 
     def zeros(self, shapes: Sequence[Shape]) -> Buffers:
         layout = [(shape, tensor.dtype) for shape, tensor in zip(shapes, self._spec.state, strict=True)]

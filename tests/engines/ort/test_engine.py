@@ -20,6 +20,7 @@ from fatdeploy.export.tracing.trace import traced_encoder
 from fatdeploy.manifest import DECODER, ENCODER, WEIGHTS
 from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
+from fatdeploy.runtimes.engines.ort import host_memory
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.engines.protocol import Capacity, Want
 from tests.support.bundles import bundle_of, model_of
@@ -189,3 +190,19 @@ def test_a_graph_that_torch_cannot_trace_is_a_one_line_error(monkeypatch: pytest
         traced_encoder(exportable_model(model), "ort", tmp_path / ENCODER)
     # The garbage collector is off while torch traces, and must be on again.
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("preset", ["transformer-tiny", "fat-tiny", "transformer-nat-tiny"])
+def test_many_sources_are_encoded_in_parts_that_give_the_same(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = OrtEngine(bundle_of(preset))
+    draw = np.random.default_rng(3)
+    source = draw.integers(3, engine.spec.vocab_size, (11, 9))
+    mask = np.arange(9) < draw.integers(1, 10, (11, 1))
+    whole = engine.encode(source, mask, Capacity(1, 4)).sources
+    for positions in (40, 9, 1):
+        monkeypatch.setattr(host_memory, "ENCODED_TOGETHER", positions)
+        parts = engine.encode(source, mask, Capacity(1, 4)).sources
+        assert parts.keys() == whole.keys()
+        for name, array in parts.items():
+            assert array.flags.c_contiguous
+            np.testing.assert_allclose(array, whole[name], atol=1e-5, err_msg=name)

@@ -289,6 +289,22 @@ def test_newcomers_that_do_not_fit_are_refused_and_the_state_is_unchanged() -> N
     assert state.buffers.position.tolist() == [4, 0, 4]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_some_of_the_encoded_sources_join_and_the_others_wait(precision: str) -> None:
+    engine = engine_with("transformer-tiny", precision)
+    state, _ = ragged(engine)
+    sources = [np.arange(3, 12), np.arange(20, 24), np.arange(30, 37)]
+    newcomers = engine.encode(*batch(sources), Capacity(1, 1))
+    engine.refill(state, np.array([2]), newcomers, slice(0, 1))
+    engine.refill(state, np.array([0, 1]), newcomers, slice(1, 3))
+    logits = engine.step(np.full((3, 1), 5), state, Want.LOGITS).logits
+    for place, source in zip((2, 0, 1), sources, strict=True):
+        expected = alone(engine, Script(source, np.array([[5]])))[0]
+        np.testing.assert_allclose(logits[place], expected, atol=0 if precision == "int8" else 1e-5)
+    with pytest.raises(SpecMismatch, match=r"^refill refused: 1 new sources for 2 places$"):
+        engine.refill(state, np.array([0, 1]), newcomers, slice(2, 5))
+
+
 def test_padding_does_not_make_a_newcomer_longer() -> None:
     engine = engine_with("transformer-tiny", "int8")
     state, _ = ragged(engine)

@@ -29,7 +29,7 @@ from fatdeploy.export.quantize.request import QuantizeRequest
 from fatdeploy.export.quantize.rewrite_ort import quantized
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.presets import PRESETS
-from fatdeploy.manifest import DECODER, ENCODER, OutputMatrix
+from fatdeploy.manifest import DECODER, ENCODER, OutputMatrix, WideRows
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.proof.gate import ROW_BOUNDS, check_rows, forced_fidelity, read_material, token_agreement
 from tests.support.bundles import bundle_of, model_of, shared_bundle
@@ -325,6 +325,10 @@ def test_records_of_integers_that_make_no_sense_are_refused() -> None:
         OutputMatrix(0, "float32", transposed=False, smoothing=64)
     with pytest.raises(ValueError, match="scales must be 0 or more, found -1"):
         OutputMatrix(0, "int8", transposed=False, scales=-1)
+    with pytest.raises(ValueError, match="only int4 has wide rows, found int8"):
+        OutputMatrix(0, "int8", transposed=False, scales=8, block_size=32, wide=WideRows(16, 0, 0, 32))
+    with pytest.raises(ValueError, match="rows must be 1 or more, found 0"):
+        WideRows(0, 0, 0, 32)
 
 
 def test_precisions_of_single_matrices_are_chosen_by_pattern() -> None:

@@ -7,7 +7,7 @@ from threading import Lock
 import numpy as np
 
 from fatdeploy.runtimes.engines.checks import sources_of_rows
-from fatdeploy.runtimes.engines.protocol import Capacity, Floats, Rows, StepOut, Want
+from fatdeploy.runtimes.engines.protocol import ALL_SOURCES, Capacity, Floats, Rows, StepOut, Want
 from fatdeploy.spec import AlignmentSpec, Mask, ModelSpec, Tokens
 
 LogitsOf = Callable[[tuple[int, ...], tuple[int, ...]], Floats]
@@ -116,12 +116,13 @@ class RefilledEngine(TableEngine):
     refills = True
     joined = 0
 
-    def refill(self, state: TableState, places: Rows, newcomers: TableState) -> None:
+    def refill(self, state: TableState, places: Rows, newcomers: TableState, chosen: slice = ALL_SOURCES) -> None:
+        joining = list(newcomers)[chosen]
         assert newcomers.width <= state.width
         assert newcomers.capacity.rows_per_source == state.capacity.rows_per_source == state.per_source
         with self._lock:
-            self.joined += len(newcomers)
-        for place, row in zip(places.tolist(), newcomers, strict=True):
+            self.joined += len(joining)
+        for place, row in zip(places.tolist(), joining, strict=True):
             for index in range(state.per_source):
                 state[place * state.per_source + index] = Row(row.source)
 
