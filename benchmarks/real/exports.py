@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from benchmarks.harness.provenance import ROOT, code_digest
 from benchmarks.real.folders.packages import sha256_of
-from benchmarks.real.sources import EVERY, MODEL, REAL, all_sentences
+from benchmarks.real.sources import EVERY, MODEL, REAL, all_sentences, evenly
 from fatdeploy.targets import CpuClass
 
 CALIBRATION, PROBES = 100, 200  # sentences
@@ -75,10 +75,12 @@ def export_real(recipe: Recipe, out: Path, real: Path = REAL) -> dict[str, Any]:
 
 
 def write_samples(real: Path) -> dict[str, Path]:
-    """Write the sentences for calibration and those for the gate."""
+    """Write the sentences for calibration and those for the gate, each evenly from the whole text."""
     lines = all_sentences(real)
     counts = {"calibration": CALIBRATION, "probes": PROBES}
     files = {name: real / f"{name}.txt" for name in counts}
     for name, count in counts.items():
-        files[name].write_text("".join(f"{line}\n" for line in lines[OFFSETS[name] :: EVERY][:count]), encoding="utf-8")
+        others = lines[OFFSETS[name] :: EVERY]
+        chosen = [others[row] for row in evenly(len(others), count)]
+        files[name].write_text("".join(f"{line}\n" for line in chosen), encoding="utf-8")
     return files

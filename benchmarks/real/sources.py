@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.harness.provenance import ROOT
 from benchmarks.real.folders.opus_mt import EOS, PAD
 
@@ -52,3 +54,8 @@ def source_ids(texts: list[str], real: Path = REAL) -> list[list[int]]:
 def spoken(tokens: list[int]) -> list[int]:
     """Return a target without EOS and padding."""
     return [token for token in tokens if token not in (EOS, PAD)]
+
+
+def evenly(total: int, count: int) -> list[int]:
+    """Return some rows of all, evenly spread."""
+    return [int(row) for row in np.linspace(0, total - 1, min(total, count))]

@@ -134,13 +134,30 @@ def packed_blocks(values: NDArray[np.uint8], scales: Floats, zeros: NDArray[np.u
 
 
 def wide_blocks(matrix: Floats) -> Blocks:
-    """Return a matrix [K, N] in symmetric 8-bit blocks."""
+    """Return a matrix [K, N] in symmetric 8-bit blocks.
+
+    A block has a scale of its own, or that of its column if it loses less so: weights that were bytes with one scale
+    per column before they became floats lose nothing.
+    """
     size = min(size for size in BLOCK_SIZES if size >= min(len(matrix), max(BLOCK_SIZES)))
     blocks = in_blocks(matrix, size)
-    scales = np.abs(blocks).max(-1) / np.float32(127)
-    scales = np.where(scales < np.finfo(np.float32).tiny, np.float32(1), scales)
-    values: NDArray[np.uint8] = (np.clip(np.rint(blocks / scales[..., None]), -127, 127) + 128).astype(np.uint8)
-    return Blocks(values, scales, None, size, len(matrix), bits=8)
+    own = np.abs(blocks).max(-1) / np.float32(127)
+    own = np.where(own < np.finfo(np.float32).tiny, np.float32(1), own)
+    of_column = np.repeat(own.max(-1, keepdims=True), own.shape[1], 1)
+    scales = np.where(_lost(blocks, of_column) < _lost(blocks, own), of_column, own)
+    return Blocks((_wide_values(blocks, scales) + 128).astype(np.uint8), scales, None, size, len(matrix), bits=8)
+
+
+def _wide_values(blocks: Floats, scales: Floats) -> Floats:
+    """Return the signed integers of blocks [..., size] with these scales."""
+    values: Floats = np.clip(np.rint(blocks / scales[..., None]), -127, 127)
+    return values
+
+
+def _lost(blocks: Floats, scales: Floats) -> Floats:
+    """Return the squared error of each block [..., size] with these scales."""
+    lost: Floats = np.square(_wide_values(blocks, scales) * scales[..., None] - blocks).sum(-1)
+    return lost
 
 
 def best_blocks(matrix: Floats) -> Blocks:

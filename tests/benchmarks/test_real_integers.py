@@ -16,11 +16,12 @@ from benchmarks.real.integers import settings
 from benchmarks.real.integers.agreement import facts_of, levels
 from benchmarks.real.integers.fidelity import closeness, quality, read_references, texts_of
 from benchmarks.real.integers.run import outputs_turn
-from benchmarks.real.integers.settings import IntegerSizes, IntegerTurn, cpu_here, evenly, peer_settings, recipes
+from benchmarks.real.integers.settings import IntegerSizes, IntegerTurn, cpu_here, peer_settings, recipes
 from benchmarks.real.integers.shortlists import unmeasured
 from benchmarks.real.integers.stages import Stages, best_settings, bundle_row, check_fp32
 from benchmarks.real.integers.targets import integer_targets
 from benchmarks.real.integers.turns import material_from, measured, timed
+from benchmarks.real.sources import evenly
 from fatdeploy.machine import Machine
 from tests.support.bundles import bundle_of, model_of
 from tests.support.quantized import quantized_of

@@ -17,9 +17,9 @@ from benchmarks.real.answers import MAX_NEW_TOKENS
 from benchmarks.real.exports import Recipe, kept_bundle
 from benchmarks.real.integers.fidelity import closeness, quality, read_references
 from benchmarks.real.integers.run import PACKAGES, SEARCH_PARTS, outputs_turn, prepare
-from benchmarks.real.integers.settings import PEER_FP32, PEER_INT8, IntegerSizes, cpu_here, evenly, recipes
+from benchmarks.real.integers.settings import PEER_FP32, PEER_INT8, IntegerSizes, cpu_here, recipes
 from benchmarks.real.integers.stages import Row, Stages, check_fp32
-from benchmarks.real.sources import MODEL, PEER, REAL, Vocabulary, sentences
+from benchmarks.real.sources import MODEL, PEER, REAL, Vocabulary, evenly, sentences
 from fatdeploy.targets import CpuClass
 
 OUT = RESULTS / "real_agreement.json"

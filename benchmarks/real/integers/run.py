@@ -28,14 +28,13 @@ from benchmarks.real.integers.settings import (
     IntegerSizes,
     IntegerTurn,
     cpu_here,
-    evenly,
     peer_settings,
     recipes,
 )
 from benchmarks.real.integers.shortlists import add_shortlist, has_shortlists
 from benchmarks.real.integers.stages import Row, Stages, best_settings, bundle_row, check_fp32
 from benchmarks.real.integers.targets import integer_targets
-from benchmarks.real.sources import MODEL, PEER, REAL, Vocabulary, sentences, source_ids
+from benchmarks.real.sources import MODEL, PEER, REAL, Vocabulary, evenly, sentences, source_ids
 
 OUT = RESULTS / "real_quantized.json"
 PACKAGES = ("fatdeploy", "onnxruntime", "ctranslate2", "sacrebleu", "numpy")

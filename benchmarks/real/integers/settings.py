@@ -4,8 +4,6 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-import numpy as np
-
 from benchmarks.real.exports import FP32, Recipe
 from fatdeploy.machine import this_machine
 from fatdeploy.runtimes.proof.cpu_checks import cpu_class
@@ -96,8 +94,3 @@ def peer_settings(part: str, compute_types: tuple[str, ...], kind: Kind = "surve
         )
         for form, (workers, threads), batch in product(compute_types, SPLITS, PARTS[part].batches)
     ]
-
-
-def evenly(total: int, count: int) -> list[int]:
-    """Return some rows of all, evenly spread."""
-    return [int(row) for row in np.linspace(0, total - 1, min(total, count))]

@@ -12,8 +12,8 @@ import numpy as np
 
 from benchmarks.harness.rounds import print_turn
 from benchmarks.real.folders.opus_mt import EOS
-from benchmarks.real.integers.settings import PARTS, IntegerEngine, IntegerSizes, IntegerTurn, evenly
-from benchmarks.real.sources import MODEL, Vocabulary
+from benchmarks.real.integers.settings import PARTS, IntegerEngine, IntegerSizes, IntegerTurn
+from benchmarks.real.sources import MODEL, Vocabulary, evenly
 from fatdeploy.bundle import read_bundle
 from fatdeploy.runtimes.engines.opening import opened_engine
 from fatdeploy.runtimes.model import load

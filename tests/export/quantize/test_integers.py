@@ -156,6 +156,24 @@ def test_wide_blocks_have_a_scale_each_and_the_middle_is_zero() -> None:
     assert blocks.nbytes == 64 + 2 * 4
 
 
+def test_wide_blocks_of_weights_that_were_bytes_lose_nothing() -> None:
+    draw = np.random.default_rng(0)
+    integers = draw.integers(-127, 128, (96, 5))
+    integers[7] = 127  # each column's largest
+    integers[32:64] //= 3
+    matrix = (integers * draw.uniform(0.001, 0.1, 5)).astype(np.float32)
+    blocks = wide_blocks(matrix)
+    np.testing.assert_allclose(blocks.restored(), matrix, rtol=1e-6)
+    np.testing.assert_array_equal(blocks.values[:, 1], 128 + integers[32:64].T)
+
+
+def test_wide_blocks_of_other_weights_have_the_finest_scale() -> None:
+    matrix = np.random.default_rng(1).standard_normal((64, 7)).astype(np.float32)
+    matrix[32:] *= np.float32(1e-3)
+    largest = np.abs(matrix.reshape(2, 32, 7)).max(1).T
+    np.testing.assert_array_equal(wide_blocks(matrix).scales, largest / np.float32(127))
+
+
 def test_wide_blocks_of_a_narrow_matrix_are_filled() -> None:
     drawn = np.random.default_rng(6).standard_normal((24, 3)).astype(np.float32)
     blocks = wide_blocks(drawn)
