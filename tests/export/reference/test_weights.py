@@ -1,14 +1,16 @@
 """Random weights: lively for every preset, equal for equal seeds, different for others."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from fatdeploy.export.models.eager import EagerEngine
-from fatdeploy.export.reference.presets import preset_names
-from fatdeploy.export.reference.weights import model_from_preset
+from fatdeploy.export.reference.presets import config_from_preset, preset_names
+from fatdeploy.export.reference.weights import model_from_preset, random_model
 from fatdeploy.runtimes.engines.protocol import Capacity, Want
-from tests.support.choices import tiny
+from tests.support.choices import name_of, tiny
 
 STEPS = 24
 
@@ -33,6 +35,29 @@ def test_random_weights_are_lively(name: str) -> None:
     rows = outputs(engine, sources).tolist()
     assert len({tuple(row) for row in rows}) >= 24
     assert np.mean([len(set(row)) for row in rows]) >= 6
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes"),
+    [
+        ("at-tiny", {}),
+        ("at-tiny", {"encoder_attention": "gru", "positions": "sinusoidal"}),
+        ("at-tiny", {"encoder_layers": 2, "decoder_layers": 2, "encoder_direction": "both"}),
+        ("at-small", {}),
+        ("rnn-tiny", {}),
+        ("rnn-tiny", {"encoder_attention": "gru", "decoder_attention": "gru", "cross_attention": "none"}),
+    ],
+    ids=name_of,
+)
+def test_a_recurrence_does_not_amplify_the_noise_of_fp32(preset: str, changes: dict[str, Any]) -> None:
+    model = random_model(config_from_preset(preset, **changes))
+    draw = torch.Generator().manual_seed(4)
+    source, tokens = (torch.randint(3, model.config.vocab_size, (16, length), generator=draw) for length in (9, 128))
+    mask = torch.ones_like(source, dtype=torch.bool)
+    with torch.no_grad():
+        single = model(source, mask, tokens).double()
+        double = model.double()(source, mask, tokens)
+    assert float((single - double).abs().max() / double.abs().max()) < 1e-5
 
 
 def test_a_seed_gives_the_same_weights_and_another_seed_others() -> None:
