@@ -51,6 +51,8 @@ class TrainingPlan:
             wrong.append(f"--draw-threshold needs a hybrid model, {self.preset} is not")
         if self.settings.scheduled_sampling and config.parallel:
             wrong.append(f"--scheduled-sampling needs an autoregressive model, {self.preset} is not")
+        if self.settings.guided_attention and config.cross_attention == "none":
+            wrong.append(f"--guided-attention needs an attention to the source, {self.preset} has none")
         if wrong:
             raise ConfigError(in_one_line("training refused", wrong))
         return config

@@ -115,7 +115,7 @@ def test_guided_attention_teaches_the_diagonal_of_the_targets_order(order: str) 
     assert float((guided.total - plain.total).detach()) == pytest.approx(0.5 * costs[order], rel=1e-4)
 
 
-@pytest.mark.parametrize("preset", ["transformer", "fat", "transformer-nat"])
+@pytest.mark.parametrize("preset", ["transformer", "rnn", "fat", "transformer-nat"])
 def test_guided_attention_adds_the_cost_of_the_last_layer(preset: str) -> None:
     model, batch = model_and_batch(preset)
     plain, guided = (Objective(0.0, weight).losses(model, batch) for weight in (0.0, 0.5))
