@@ -27,7 +27,7 @@ from fatdeploy.runtimes.engines.ort.host_memory import ArrayMemory, HostMemory, 
 from fatdeploy.runtimes.engines.ort.log_softmax import LogSoftmax
 from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.engines.ort.output_product import multiplies_bytes, output_product, product_graph
-from fatdeploy.runtimes.engines.ort.refills import refilled, refilled_width
+from fatdeploy.runtimes.engines.ort.refills import refilled, refilled_width, restart_rows
 from fatdeploy.runtimes.engines.ort.saturation import check_saturation
 from fatdeploy.runtimes.engines.ort.sessions import (
     Sessions,
@@ -232,10 +232,7 @@ class OrtEngine:
         rows = (places[:, None] * per_source + np.arange(per_source)).reshape(-1)
         # One row of each newcomer, which all rows of its place continue: it has read no token yet.
         first = np.arange(0, newcomers.rows, newcomers.rows // len(all_new))[chosen].repeat(per_source)
-        arrays = state.arrays[state.turn], newcomers.arrays[newcomers.turn]
-        for tensor, array, started in zip(self.spec.state, *arrays, strict=True):
-            if tensor.kind == "recurrent":
-                array[rows] = started[first]
+        restart_rows(self.spec.state, state.arrays[state.turn], rows, newcomers.arrays[newcomers.turn], first)
         _restart(state, rows)
 
     def rest(self, state: OrtState, rows: Rows) -> None:

@@ -4,7 +4,7 @@ Cross-attention takes time for every column of the source axis, padding too: the
 become much shorter, and grow again when a longer source comes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fatdeploy.runtimes.engines.ort.buffers import Array
 from fatdeploy.runtimes.engines.protocol import Rows
-from fatdeploy.spec import ModelSpec, TensorSpec
+from fatdeploy.spec import ModelSpec, StateSpec, TensorSpec
 
 Arrays = dict[str, Array]
 # Arrays are cut if this share of their columns is enough: a copy costs about as much as a step.
@@ -37,6 +37,18 @@ def refilled_width(lengths: NDArray[np.int64], width: int, widest: int, multiple
     """Return how many columns arrays of ``width`` columns should have for sources of these lengths."""
     needed = min(-(-int(lengths.max()) // multiple) * multiple, widest)
     return needed if needed > width or needed <= ENOUGH * width else width
+
+
+def restart_rows(
+    specs: Sequence[StateSpec], arrays: Sequence[Array], rows: Rows, newcomers: Sequence[Array], first: Rows
+) -> None:
+    """Give rows of recurrent state what rows ``first`` of newcomers start from.
+
+    Caches stay as they are: every position is written before it is read.
+    """
+    for spec, array, started in zip(specs, arrays, newcomers, strict=True):
+        if spec.kind == "recurrent":
+            array[rows] = started[first]
 
 
 def _resized(array: Array, tensor: TensorSpec, width: int, spec: ModelSpec) -> Array:
