@@ -546,8 +546,11 @@ def test_a_device_builds_without_torch_onnx_and_onnxruntime(fat: Path) -> None:
 
 # -- every preset: many minutes ----------------------------------------------------------------------------------------
 
-EVERY = [(f"{preset}-{size}", "fp16") for size in ("tiny", "small") for preset in PRESETS] + [
-    *((f"{preset}-tiny", precision) for precision in ("fp32", "bf16") for preset in PRESETS),
+# The loop of `at` has no half precision.
+HALVES = [preset for preset in PRESETS if preset != "at"]
+EVERY = [(f"{preset}-{size}", "fp16") for size in ("tiny", "small") for preset in HALVES] + [
+    *((f"{preset}-tiny", "fp32") for preset in PRESETS),
+    *((f"{preset}-tiny", "bf16") for preset in HALVES),
     ("transformer-base", "fp16"),
     ("fat-base", "fp16"),
 ]

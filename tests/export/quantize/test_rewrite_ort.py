@@ -271,6 +271,8 @@ def test_no_matrix_of_a_quantized_preset_is_left_as_floats(preset: str) -> None:
     bundle = quantized_of(f"{preset}-tiny", "int8")
     for part in (ENCODER, DECODER):
         assert products_of(read_structure(bundle.path / part).graph) == []
+    if model_of(f"{preset}-tiny").config.recurrent_decoder:
+        return  # it has no feed-forward network
     parts = bundle.manifest.weights, bundle_of(f"{preset}-tiny").manifest.weights
     (_, mine), (_, plain) = ((kind, groups["decoder.layers.*.ffn.into"]) for kind, groups in enumerate(parts))
     assert (mine.parameters, mine.bytes) == (
