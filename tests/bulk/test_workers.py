@@ -218,10 +218,11 @@ def test_a_loaded_bundle_gives_the_same_with_and_without_workers(preset: str, th
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_refilled_rows_of_a_bundle_give_what_they_give_alone(precision: Any) -> None:
+@pytest.mark.parametrize("preset", [TINY, "at-tiny", "rnn-tiny"])
+def test_refilled_rows_of_a_bundle_give_what_they_give_alone(preset: str, precision: Any) -> None:
     draw = np.random.default_rng(9)
     sources = [draw.integers(3, 64, draw.integers(1, 40)).tolist() for _ in range(70)]
-    bundle = bundle_of(TINY) if precision == "fp32" else quantized_of(TINY, precision)
+    bundle = bundle_of(preset) if precision == "fp32" else quantized_of(preset, precision)
     options = DecodeOptions(max_new_tokens=20, scores=True, no_repeat_ngram_size=3, forced_eos_id=2)
     with fatdeploy.load(bundle.path, threads=1, spinning=False) as model:
         assert isinstance(model._engine, Refilling)
@@ -234,7 +235,7 @@ def test_refilled_rows_of_a_bundle_give_what_they_give_alone(precision: Any) -> 
     for result, other in zip(together, alone, strict=True):
         assert (result.tokens, result.finish) == (other.tokens, other.finish)
         assert result.log_probs == pytest.approx(other.log_probs, abs=1e-4)
-    assert len({result.tokens for result in together}) > 60
+    assert len({result.tokens for result in together}) > 50
 
 
 def test_a_batch_has_enough_sources_however_many_beams_each_has() -> None:

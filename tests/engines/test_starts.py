@@ -1,14 +1,20 @@
 """State that starts from the source: the same tokens on every engine, in every batch, search and reused memory."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
 
+import fatdeploy
 from fatdeploy.bundle import Bundle
 from fatdeploy.errors import ExportFailed
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.models.exportable import exportable_model
 from fatdeploy.export.models.user_models import check_user_model
 from fatdeploy.export.pipeline import Origin, write_bundle
+from fatdeploy.manifest import DECODER
+from fatdeploy.runtimes.bulk.crews import Crew
 from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
@@ -19,14 +25,17 @@ from fatdeploy.targets import Dialect
 from tests.support.bundles import TARGETS, shared_bundle
 from tests.support.devices.counting import on_device
 from tests.support.devices.cpu import CpuDevice, with_plans
-from tests.support.engines.equalities import assert_alike
-from tests.support.engines.started_models import started_sum
+from tests.support.engines.equalities import assert_alike, tokens_of
+from tests.support.engines.started_models import learned_start, started_sum
 
 ENGINES = ["ort", "standard", "ort device", "standard device", "trt"]
 SEARCHES = {
     "greedy": DecodeOptions(max_new_tokens=12),
     "beams": DecodeOptions(num_beams=4, num_return_sequences=4, max_new_tokens=12),
     "samples": DecodeOptions(sample=True, num_return_sequences=2, max_new_tokens=12, top_k=4, seed=5),
+    "a shortlist": DecodeOptions(shortlist=list(range(2, 40)), max_new_tokens=12),
+    "a shortlist of beams": DecodeOptions(shortlist=list(range(2, 40)), num_beams=3, max_new_tokens=12),
+    "a prefix": DecodeOptions(prefix=[9, 8, 7], max_new_tokens=12),
 }
 SOURCES = [np.random.default_rng(length).integers(3, 64, length).tolist() for length in (1, 32, 5, 2, 9, 7)]
 
@@ -57,6 +66,36 @@ def test_every_search_starts_from_the_source(kind: str) -> None:
         assert_alike([decode(engine, [source], options)[0] for source in SOURCES], expected)
     # The state is all that differs between sources of one length.
     assert len({tuple(decode(engine, [[token]], SEARCHES["greedy"])[0].tokens) for token in range(5, 25)}) > 10
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_many_sources_of_an_own_model_give_what_the_reference_gives(workers: int) -> None:
+    draw = np.random.default_rng(8)
+    sources = [draw.integers(3, 64, draw.integers(1, 33)).tolist() for _ in range(90)]
+    with fatdeploy.load(bundle_of("ort").path, threads=workers, spinning=False) as model:
+        model._crews._crew = Crew(model._engine, workers, 8)  # type: ignore[union-attr]
+        results = model.generate(sources, SEARCHES["greedy"])
+    assert_alike(results, decode(EagerEngine(started_sum()), sources, SEARCHES["greedy"]))
+
+
+def test_a_learned_start_that_is_the_same_for_all_sources_is_exported(tmp_path: Path) -> None:
+    model = learned_start()
+    bundle = write_bundle(model, tmp_path / "bundle", origin=Origin(name="own"))
+    expected = decode(EagerEngine(model), SOURCES, SEARCHES["beams"])
+    assert_alike(decode(OrtEngine(bundle), SOURCES, SEARCHES["beams"]), expected)
+    with torch.no_grad():
+        model.first.zero_()
+    assert tokens_of(decode(EagerEngine(model), SOURCES, SEARCHES["beams"])) != tokens_of(expected)
+
+
+def test_integers_of_an_own_model_start_from_the_source(tmp_path: Path) -> None:
+    origin = Origin(name="own", random=True)
+    bundle = write_bundle(started_sum(), tmp_path / "bundle", origin=origin, precision="int8")
+    assert any("Integer" in op for op in bundle.manifest.histograms[DECODER]["quantized"])
+    assert verify(bundle.path).line()
+    engine = OrtEngine(bundle)
+    together = decode(engine, SOURCES, SEARCHES["beams"])
+    assert together == [decode(engine, [source], SEARCHES["beams"])[0] for source in SOURCES]
 
 
 @pytest.mark.parametrize("kind", ["eager", *ENGINES])

@@ -27,7 +27,13 @@ OPTIONS = {
     "forced": DecodeOptions(suppress_tokens=[10], bad_words=[[17], [3, 3]], forced_eos_id=2, scores=True),
     "forced beams": DecodeOptions(num_beams=3, bad_words=[[17]], forced_eos_id=2, renormalize=True),
 }
-BUNDLES = {"static": lambda: quantized_of(TINY, "int8"), "smoothed": lambda: formed_of(TINY, "static", smoothed=True)}
+BUNDLES = {
+    "static": lambda: quantized_of(TINY, "int8"),
+    "smoothed": lambda: formed_of(TINY, "static", smoothed=True),
+    # Decoders whose state starts from the source.
+    "at": lambda: quantized_of("at-tiny", "int8"),
+    "rnn": lambda: quantized_of("rnn-tiny", "int8"),
+}
 
 
 def drawn_sources(count: int) -> list[list[int]]:

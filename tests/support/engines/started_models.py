@@ -55,6 +55,23 @@ class StartedSum(nn.Module):
         return self.step(target_in, State(torch.tensor(0), self.start(memory)), memory)[0]
 
 
+class LearnedStart(StartedSum):
+    """Sums what it reads, beginning with numbers of its own, which are the same for all sources."""
+
+    def __init__(self, spec: ModelSpec = SPEC) -> None:
+        super().__init__(spec)
+        self.first = nn.Parameter(torch.randn(WIDTH))
+
+    def start(self, memory: Memory) -> tuple[Tensor, ...]:
+        return torch.zeros_like(memory.tensors[0]), self.first.expand(memory.source.shape[0], WIDTH)
+
+
+def learned_start() -> LearnedStart:
+    """Return the model, seeded."""
+    torch.manual_seed(3)
+    return LearnedStart()
+
+
 def started_sum(start: str = "source") -> StartedSum:
     """Return the model, seeded; its contract says how the sum starts."""
     torch.manual_seed(3)
