@@ -99,7 +99,8 @@ def _read_nodes(graph: onnx.GraphProto, reading: Reading) -> None:
     for node in graph.node:
         if node.op_type in BODIES:
             raise ExportFailed(
-                f"{node.op_type} ({node.name}) cannot be converted to half precision: unroll it in the model"
+                f"{node.op_type} ({node.name}) cannot be converted to half precision: export in fp32 or int8, or "
+                "unroll it in a model of your own"
             )
         for branch in branches_of(node):
             _read_nodes(branch, reading)

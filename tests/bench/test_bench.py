@@ -498,7 +498,7 @@ def test_a_step_reads_the_weights_of_the_decoder_but_not_what_it_looks_up(preset
     for name in used & set(tensors):
         external = {entry.key: entry.value for entry in tensors[name].external_data}
         places[external.get("offset", name)] = int(external.get("length", len(tensors[name].raw_data)))
-    assert bytes_a_step_reads(path) == sum(places.values()) > 50_000
+    assert bytes_a_step_reads(path) == sum(places.values()) > 30_000
 
 
 @pytest.mark.parametrize("damage", [b"\x3a\x7f", b"\x3f", b"\x3a"])

@@ -12,12 +12,15 @@ from typing import Any
 from fatdeploy.bundle import Bundle, read_bundle, write_manifest
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.reference.model import ReferenceModel
+from fatdeploy.export.reference.presets import PRESETS
 from fatdeploy.export.reference.weights import model_from_preset
 from fatdeploy.manifest import GenerationRecord
 from fatdeploy.targets import Dialect, HalfPrecision, Target
 
 # Bundles of these targets differ only in the dialect of their graphs.
 TARGETS: dict[Dialect, Target] = {"ort": "ort-cpu", "standard": "onnx"}
+# The loop of `at` has no half precision.
+HALF_PRESETS = [preset for preset in PRESETS if preset != "at"]
 # The environment variable with the folder that all test processes of a run share.
 SHARED = "FATDEPLOY_TEST_BUNDLES"
 

@@ -41,7 +41,7 @@ from fatdeploy.runtimes.engines.trt.build.log import BuildLog
 from fatdeploy.runtimes.engines.trt.build.profiles import check_shapes, profiles_from_text, profiles_of, shapes_by_input
 from fatdeploy.runtimes.engines.trt.modules import forward, listening, logger_of, tensorrt_module
 from fatdeploy.targets import Flavour, Precision
-from tests.support.bundles import bundle_of, half_of, model_of
+from tests.support.bundles import HALF_PRESETS, bundle_of, half_of, model_of
 
 ROOT = Path(__file__).parents[3]
 GPUS = ("8.6", "8.9", "12.0")
@@ -546,11 +546,9 @@ def test_a_device_builds_without_torch_onnx_and_onnxruntime(fat: Path) -> None:
 
 # -- every preset: many minutes ----------------------------------------------------------------------------------------
 
-# The loop of `at` has no half precision.
-HALVES = [preset for preset in PRESETS if preset != "at"]
-EVERY = [(f"{preset}-{size}", "fp16") for size in ("tiny", "small") for preset in HALVES] + [
+EVERY = [(f"{preset}-{size}", "fp16") for size in ("tiny", "small") for preset in HALF_PRESETS] + [
     *((f"{preset}-tiny", "fp32") for preset in PRESETS),
-    *((f"{preset}-tiny", "bf16") for preset in HALVES),
+    *((f"{preset}-tiny", "bf16") for preset in HALF_PRESETS),
     ("transformer-base", "fp16"),
     ("fat-base", "fp16"),
 ]

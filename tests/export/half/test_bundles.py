@@ -21,7 +21,6 @@ from fatdeploy.export.models.exportable import exportable_model
 from fatdeploy.export.models.loading import model_from_source
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.export.proof.certify_half import LEAST_AGREEMENT, half_parity
-from fatdeploy.export.reference.presets import PRESETS
 from fatdeploy.export.reference.weights import model_from_preset
 from fatdeploy.manifest import PARITY, PROBES, WEIGHTS
 from fatdeploy.runtimes.decoding.loop import decode
@@ -36,7 +35,7 @@ from fatdeploy.runtimes.proof.lockstep import compared
 from fatdeploy.runtimes.proof.probes import read_probes
 from fatdeploy.spec import Tokens
 from fatdeploy.targets import Precision
-from tests.support.bundles import bundle_of, half_of, model_of, shared_bundle
+from tests.support.bundles import HALF_PRESETS, bundle_of, half_of, model_of, shared_bundle
 from tests.support.words import g2p_bundle, ids_of_test_words, reference
 
 BATCH = 100
@@ -56,7 +55,7 @@ def certificate_of(bundle: Bundle) -> dict[str, Any]:
     return values
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", HALF_PRESETS)
 def test_presets_run_in_fp16_and_their_certificates_record_how_close_they_are(preset: str) -> None:
     bundle = half_of(f"{preset}-tiny")
     assert (bundle.manifest.precision, bundle.manifest.target) == ("fp16", "onnx")
@@ -73,7 +72,7 @@ def test_presets_run_in_fp16_and_their_certificates_record_how_close_they_are(pr
     assert parity["largest_difference_alone"] <= 2 * parity["largest_difference"]
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", HALF_PRESETS)
 def test_only_memory_and_caches_are_half(preset: str) -> None:
     full, half = model_of(f"{preset}-tiny").spec, half_of(f"{preset}-tiny").spec
     assert {tensor.dtype for tensor in half.memory} == {"float16"}
@@ -91,7 +90,7 @@ def test_weights_need_half_the_space(preset: str) -> None:
     assert half == pytest.approx(full / 2, rel=0.02)
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "transformer-nat"])
+@pytest.mark.parametrize("preset", [name for name in HALF_PRESETS if name != "transformer-nat"])
 def test_beams_batches_and_shortlists_run_in_fp16(preset: str) -> None:
     engine = OrtEngine(half_of(f"{preset}-tiny"), OrtOptions(threads=1))
     sources = [[5, 6, 7, 8, 9], [20, 21]]
