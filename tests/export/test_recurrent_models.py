@@ -26,15 +26,22 @@ from tests.support.quantized import quantized_of
 
 DIALECTS: list[Dialect] = ["ort", "standard"]
 GRU: dict[str, Any] = {"encoder_attention": "gru", "decoder_attention": "gru"}
-# The others of ``CHOICES`` are exported by the slow tests.
-OTHERS: list[tuple[str, dict[str, Any]]] = [
-    ("rnn", {**GRU, "encoder_direction": "right_to_left", "cross_attention": "additive"}),
-    ("at", {"encoder_layers": 2, "decoder_layers": 2, "encoder_direction": "both"}),
+# Exports take seconds. This one has most of what presets do not; the slow tests have the other dialect and the rest.
+DEEP = {"encoder_attention": "gru", "encoder_direction": "right_to_left", "encoder_layers": 2, "decoder_layers": 2}
+REVERSED = {**GRU, "encoder_direction": "right_to_left", "cross_attention": "additive"}
+BOTH_WAYS = {"encoder_layers": 2, "decoder_layers": 2, "encoder_direction": "both"}
+EXPORTED: list[Any] = [
+    ("at", DEEP, "standard"),
+    pytest.param("at", DEEP, "ort", marks=pytest.mark.slow),
+    *(
+        pytest.param(preset, changes, dialect, marks=pytest.mark.slow)
+        for preset, changes in (("rnn", REVERSED), ("at", BOTH_WAYS))
+        for dialect in DIALECTS
+    ),
 ]
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize(("preset", "changes"), OTHERS, ids=name_of)
+@pytest.mark.parametrize(("preset", "changes", "dialect"), EXPORTED, ids=name_of)
 def test_other_cells_directions_and_depths_are_exported(
     tmp_path: Path, preset: str, changes: dict[str, Any], dialect: Dialect
 ) -> None:

@@ -20,10 +20,13 @@ from tests.support.bundles import TARGETS
 # The reference needs minutes for a probe of 512 positions on one core; the graphs are those of the full model.
 LIMITS = Choices(max_source=16, max_target=16)
 BASE = ("fat-base", "transformer-base")
+# Presets whose parts are in others: linear attention in `fat`, cells in `at`.
+ALIKE = ["at-linear", "rnn"]
 CASES: list[Any] = [
     *((preset, "ort") for preset in BASE),
     *(pytest.param(preset, "standard", marks=pytest.mark.slow) for preset in BASE),
-    *((f"{preset}-small", "ort") for preset in PRESETS if f"{preset}-base" not in BASE),
+    *((f"{preset}-small", "ort") for preset in PRESETS if f"{preset}-base" not in BASE and preset not in ALIKE),
+    *(pytest.param(f"{preset}-small", "ort", marks=pytest.mark.slow) for preset in ALIKE),
 ]
 
 
