@@ -183,14 +183,15 @@ class Decoding(ClosedOnExit):
     def _start(self) -> None:
         """Read all but the last of the search's first tokens."""
         move = self._search.start()
-        if move.parents is not None:
-            self._engine.reorder(self._state, move.parents)
         self._tokens = move.tokens
         if self._engine.spec.decoding == "autoregressive" and move.tokens.shape[1] > 1:
-            # One call that skips the vocabulary: nobody needs the logits inside the prefix.
+            # One call that skips the vocabulary: nobody needs the logits inside the prefix. A row per source reads it.
             want = Want.HIDDEN if self._engine.spec.hidden else Want.LOGITS
-            self._engine.step(np.ascontiguousarray(move.tokens[:, :-1]), self._state, want)
+            rows = slice(None) if move.parents is None else np.flatnonzero(np.diff(move.parents, prepend=-1))
+            self._engine.step(np.ascontiguousarray(move.tokens[rows, :-1]), self._state, want)
             self._tokens = np.ascontiguousarray(move.tokens[:, -1:])
+        if move.parents is not None:
+            self._engine.reorder(self._state, move.parents)
 
     def _chosen_search(self) -> Search:
         spec, task = self._engine.spec, self._task

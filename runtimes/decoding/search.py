@@ -111,11 +111,17 @@ class Task:
         own = [self.sources[source] for source in sources], [self.prompts[source] for source in sources]
         return Task(self.options, self.spec, *own, self.stops.part(sources), self.table)
 
-    def first_tokens(self, sources: Sequence[int] | None = None) -> Tokens:
-        """Return the first tokens to read [B, t]: as many as the shortest prompt has, one row per source."""
-        prompts = self.prompts if sources is None else [self.prompts[source] for source in sources]
-        length = min(len(prompt.tokens) for prompt in prompts)
-        return np.array([prompt.tokens[:length] for prompt in prompts], np.int64)
+    def first_move(self, sources: Sequence[int], rows_per_source: int) -> Move:
+        """Return the first tokens to read: as many as the shortest prompt has, the same for all rows of a source.
+
+        All rows of a source begin together, although they read the same: one row alone is rounded otherwise, and a
+        source that joins later begins in all of its rows.
+        """
+        prompts = [self.prompts[source].tokens for source in sources]
+        length = min(map(len, prompts))
+        rows = np.repeat(np.arange(len(prompts)), rows_per_source)
+        tokens = np.array([prompt[:length] for prompt in prompts], np.int64)[rows]
+        return Move(tokens, rows if rows_per_source > 1 else None)
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:

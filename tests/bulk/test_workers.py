@@ -17,7 +17,7 @@ from fatdeploy.spec import ModelSpec, Tokens
 from tests.support.bundles import bundle_of
 from tests.support.engines.gated import PATIENCE
 from tests.support.engines.tables import RefilledEngine, TableEngine, TableState, hashed_logits
-from tests.support.quantized import quantized_of
+from tests.support.quantized import formed_of, quantized_of
 
 TINY = "transformer-tiny"
 OPTIONS = DecodeOptions(max_new_tokens=12)
@@ -217,20 +217,31 @@ def test_a_loaded_bundle_gives_the_same_with_and_without_workers(preset: str, th
     assert together == parts
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
-@pytest.mark.parametrize("preset", [TINY, "at-tiny", "rnn-tiny"])
-def test_refilled_rows_of_a_bundle_give_what_they_give_alone(preset: str, precision: Any) -> None:
+REFILLED = [
+    *((TINY, precision) for precision in ("fp32", "int8", "blocks8")),
+    *((preset, precision) for preset in ("at-tiny", "rnn-tiny") for precision in ("fp32", "int8")),
+]
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+@pytest.mark.parametrize(("preset", "precision"), REFILLED)
+def test_refilled_rows_of_a_bundle_give_what_they_give_alone(preset: str, precision: str, beams: int) -> None:
     draw = np.random.default_rng(9)
     sources = [draw.integers(3, 64, draw.integers(1, 40)).tolist() for _ in range(70)]
-    bundle = bundle_of(preset) if precision == "fp32" else quantized_of(preset, precision)
-    options = DecodeOptions(max_new_tokens=20, scores=True, no_repeat_ngram_size=3, forced_eos_id=2)
+    bundles = {
+        "fp32": bundle_of,
+        "int8": partial(quantized_of, precision="int8"),
+        "blocks8": partial(formed_of, form="blocks8"),
+    }
+    bundle = bundles[precision](preset)
+    options = DecodeOptions(num_beams=beams, max_new_tokens=20, scores=True, no_repeat_ngram_size=3, forced_eos_id=2)
     with fatdeploy.load(bundle.path, threads=1, spinning=False) as model:
         assert isinstance(model._engine, Refilling)
         assert model._engine.refills
         model._crews._crew = Crew(model._engine, 2, 8)  # type: ignore[union-attr]
         together = model.generate(sources, options)
         alone = [model.generate([source], options)[0] for source in sources]
-    if precision == "int8":
+    if precision != "fp32":
         assert together == alone  # bit for bit
     for result, other in zip(together, alone, strict=True):
         assert (result.tokens, result.finish) == (other.tokens, other.finish)

@@ -125,7 +125,7 @@ def test_beams_of_a_source_do_not_branch_inside_its_prefix() -> None:
     options = DecodeOptions(num_beams=3, max_new_tokens=2, processors=[seen])
     decode(TableEngine(), [[5], [6]], options, prefixes=[[], [3, 4]])
     # The first source has chosen twice and is gone when the second begins, in three rows that are still alike.
-    assert [len(read) for read in rows] == [1, 3, 3, 3]
+    assert [len(read) for read in rows] == [3, 3, 3, 3]
     assert rows[2] == [[1, 3, 4]] * 3
     assert len({tuple(row) for row in rows[3]}) == 3
 

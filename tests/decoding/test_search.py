@@ -136,12 +136,18 @@ def test_a_wide_beam_finds_the_best_of_all_targets() -> None:
         assert [(result.tokens, result.finish) for result in (best, *best.alternatives)] == ranked
 
 
-def test_beams_begin_with_one_row_and_ask_the_engine_for_its_best() -> None:
+def test_beams_begin_in_all_their_rows_and_ask_the_engine_for_its_best() -> None:
     engine = TableEngine()
     decode(engine, [[5], [6]], DecodeOptions(num_beams=4, max_new_tokens=5, min_new_tokens=0))
-    assert engine.calls[0] == ((2, 1), Want.TOPK)
+    assert engine.calls[0] == ((8, 1), Want.TOPK)
     assert engine.calls[1] == ((8, 1), Want.TOPK)
     assert engine.capacity.rows_per_source == 4
+
+
+def test_one_row_of_a_source_reads_its_prefix() -> None:
+    engine = TableEngine()
+    decode(engine, [[5], [6]], DecodeOptions(num_beams=4, max_new_tokens=5), prefixes=[[3, 4], [4, 3]])
+    assert [shape for shape, _ in engine.calls[:2]] == [(2, 2), (8, 1)]
 
 
 def test_beams_wider_than_the_engines_best_read_logits_and_find_the_same() -> None:
@@ -248,7 +254,7 @@ def test_other_seeds_give_other_samples_and_the_same_seed_the_same() -> None:
 def test_several_samples_of_a_source_differ_and_read_its_prefix_once() -> None:
     engine = TableEngine()
     results = decode(engine, [[5], [6]], DecodeOptions(sample=True, num_return_sequences=4, prefix=[3, 4, 5]))
-    assert [shape for shape, _ in engine.calls[:3]] == [(2, 3), (2, 1), (8, 1)]
+    assert [shape for shape, _ in engine.calls[:3]] == [(2, 3), (8, 1), (8, 1)]
     assert len({result.tokens for result in (results[0], *results[0].alternatives)}) == 4
     assert all(result.tokens[:3] == (3, 4, 5) for result in results[1].alternatives)
 

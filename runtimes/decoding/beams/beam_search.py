@@ -63,7 +63,6 @@ class BeamSearch:
         begin = min(len(task.prompts[source].tokens) for source in self._first)
         self.beams = [self._begun(source, begin) for source in self._first]  # in the order in which they began
         self.running = list(self.beams)  # beams with rows in the engine
-        self.rows = 1  # per source
         # [R, n], the tokens that each row has read, and a second array to move rows into; only for processors.
         shape = (len(self.beams) * self.width, int(task.ends.max())) if scorer.processors else (0, 0)
         self._tokens, self._moved = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -87,11 +86,11 @@ class BeamSearch:
         return Want.TOPK if enough and plain and self.scorer.topk_pays else self.scorer.want
 
     def start(self) -> Move:
-        """Return what all prompts have room for, one row per source: beams begin where rows differ."""
-        tokens = self.task.first_tokens(self._first)
+        """Return what all prompts have room for, the same for all rows of a source."""
+        move = self.task.first_move(self._first, self.width)
         if self.scorer.processors:
-            self._tokens[: len(tokens), : tokens.shape[1]] = tokens
-        return Move(tokens)
+            self._tokens[:, : move.tokens.shape[1]] = move.tokens
+        return move
 
     def advance(self, out: StepOut) -> Move | None:
         """Continue every beam; finished ones leave the batch when that pays."""
@@ -152,16 +151,14 @@ class BeamSearch:
         self, group: int, best: tuple[Floats, Tokens], attention: Floats | None
     ) -> tuple[list[list[int]], list[list[int]]]:
         width = self.width // self.n_groups
-        n_rows, begin = (1, 0) if self.rows == 1 else (width, group * width)
-        # Rows that do not choose stay in place.
-        staying = [min(row, n_rows - 1) for row in range(width)]
+        staying = list(range(width))  # rows that do not choose
         origins, tokens, end = [], [], 0
         for index, beams in enumerate(self.running):
-            parents, part, first = staying, slice(end, end + n_rows), index * self.rows + begin
+            parents, part, first = staying, slice(end, end + width), index * self.width + group * width
             if not beams.chooses:
                 chosen = [beams.prompt.tokens[beams.place]] * width
             else:
-                end += n_rows
+                end += width
                 beam = beams.groups[group]
                 if beam.over:
                     chosen = [self.task.spec.pad_id] * width
@@ -178,11 +175,10 @@ class BeamSearch:
     def _choosing(self, group: int) -> Selection:
         """Return a group's rows of sources that choose tokens; the others are still inside their prompts."""
         choosing = np.flatnonzero([beams.chooses for beams in self.running])
-        if len(choosing) == len(self.running) and (self.n_groups == 1 or self.rows == 1):
+        if len(choosing) == len(self.running) and self.n_groups == 1:
             return ALL
         width = self.width // self.n_groups
-        n_rows, begin = (1, 0) if self.rows == 1 else (width, group * width)
-        return (choosing[:, None] * self.rows + begin + np.arange(n_rows)).ravel()
+        return (choosing[:, None] * self.width + group * width + np.arange(width)).ravel()
 
     def _best(self, out: StepOut, rows: Selection, chosen: Tokens) -> tuple[Floats, Tokens]:
         """Return the best log-probabilities and ids [n, k] of some rows; earlier groups have ``chosen`` tokens."""
@@ -191,9 +187,6 @@ class BeamSearch:
         if not isinstance(rows, slice) and not len(rows):
             return np.empty((0, 1), np.float32), np.empty((0, 1), np.int64)
         scores = self.scorer.logits(out, self._sources())[rows]
-        if self.n_groups > 1 and self.rows == 1:
-            # All groups begin in the same rows, and each changes their scores in its own way.
-            scores = scores.copy()
         if self.sampler is None:
             log_probs, columns = self._ranked(scores, rows, chosen)
         else:
@@ -229,12 +222,12 @@ class BeamSearch:
 
     def _sources(self) -> NDArray[np.int64]:
         """Return the source of each row of the engine."""
-        return np.repeat([beams.source for beams in self.running], self.rows)
+        return np.repeat([beams.source for beams in self.running], self.width)
 
     def _history(self, rows: Selection, chosen: Tokens) -> History:
         sources = self._sources()[rows]
-        lengths = np.repeat([beams.place for beams in self.running], self.rows)[rows]
-        read = self._tokens[: len(self.running) * self.rows, : lengths.max()][rows]
+        lengths = np.repeat([beams.place for beams in self.running], self.width)[rows]
+        read = self._tokens[: len(self.running) * self.width, : lengths.max()][rows]
         if not chosen.size:
             return History(read, lengths, sources)
         by_source = chosen[[beams.chooses for beams in self.running]]
@@ -249,13 +242,12 @@ class BeamSearch:
         parents = origins.ravel()
         if self.scorer.processors:
             self._remember(parents, tokens)
-        same = len(parents) == len(over) * self.rows and bool((parents == np.arange(len(parents))).all())
-        self.rows = self.width
+        same = len(parents) == len(over) * self.width and bool((parents == np.arange(len(parents))).all())
         rested = self._rows_of(np.flatnonzero(resting)) if self._refilled and resting.any() else None
         return Move(tokens.reshape(-1, 1), None if same else parents, rested)
 
     def _rows_of(self, places: Rows) -> Rows:
-        """Return the rows of sources in the engine, once each has one per beam."""
+        """Return the rows of sources in the engine."""
         return (places[:, None] * self.width + np.arange(self.width)).ravel()
 
     def _remember(self, parents: Rows, tokens: Tokens) -> None:

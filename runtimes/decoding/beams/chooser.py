@@ -1,6 +1,9 @@
 """The best few of many scores."""
 
+from typing import NamedTuple
+
 import numpy as np
+from numpy.typing import NDArray
 
 from fatdeploy.runtimes.decoding.log_probs import LogProbs, row_blocks
 from fatdeploy.runtimes.decoding.scoring import check_numbers
@@ -12,13 +15,39 @@ from fatdeploy.spec import Tokens
 GROUPS, GROUPS_PER_COLUMN = 1024, 8
 
 
+class _Competing(NamedTuple):
+    """Rows and columns of scores that may be among the best of their row."""
+
+    rows: NDArray[np.int64]
+    columns: Tokens
+    values: Floats
+
+
+class _Buffers:
+    """Arrays that are used again, each as large as it ever had to be."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, NDArray[np.generic]] = {}
+
+    def of(self, name: str, shape: tuple[int, int], dtype: type[np.generic]) -> NDArray[np.generic]:
+        """Return an array of this name, with any content."""
+        size = shape[0] * shape[1]
+        array = self._arrays.get(name)
+        if array is None or array.size < size:
+            array = self._arrays[name] = np.empty(size, dtype)
+        return array[:size].reshape(shape)
+
+
 class Chooser:
-    """Finds the best few columns of each row without sorting the row or allocating anything of its size."""
+    """Finds the best few columns of each row without sorting the row or allocating anything of its size.
+
+    All rows at once: a call of numpy for each row would make workers wait for each other between the calls.
+    """
 
     def __init__(self, count: int, log_probs: LogProbs | None = None) -> None:
         self._count = count
         self._log_probs = log_probs or LogProbs()
-        self._among = np.empty(0, bool)
+        self._buffers = _Buffers()
 
     def best(self, scores: Floats) -> tuple[Floats, Tokens]:
         """Return scores and columns [R, count] of the best, best first."""
@@ -30,38 +59,54 @@ class Chooser:
 
     def _best(self, scores: Floats, *, normalized: bool) -> tuple[Floats, Tokens]:
         count = min(self._count, scores.shape[1])
-        if len(self._among) != scores.shape[1]:
-            self._among = np.empty(scores.shape[1], bool)
-        best, columns = np.empty((len(scores), count), np.float32), np.empty((len(scores), count), np.int64)
+        found: list[_Competing] = []
         # Everything about a block of rows at once, while the cache has it: memory is read once.
-        for rows in row_blocks(scores):
-            part = self._log_probs.of_block(scores[rows]) if normalized else scores[rows]
-            bounds = self._bounds(part, count)
-            for row, bound, values, into in zip(part, bounds, best[rows], columns[rows], strict=True):
-                into[...] = self._columns(row, bound, count)
-                values[...] = row[into]
-        return best, columns
+        for block in row_blocks(scores):
+            part = self._log_probs.of_block(scores[block]) if normalized else np.ascontiguousarray(scores[block])
+            found += [each._replace(rows=each.rows + block.start) for each in self._competing(part, count)]
+        rows, columns, values = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+        # By row, then the best first, then the first column among equals.
+        order = np.lexsort((columns, -values, rows))
+        n_competing = np.bincount(rows, minlength=len(scores))
+        begins = np.cumsum(n_competing) - n_competing
+        chosen = order[begins[:, None] + np.arange(count)]
+        return values[chosen], columns[chosen]
 
-    def _bounds(self, scores: Floats, count: int) -> Floats:
-        """Return for each row a score that its best columns reach and few others do.
+    def _competing(self, scores: Floats, count: int) -> list[_Competing]:
+        """Return some scores, at least ``count`` per row: the best are among them.
 
-        Every group's largest score belongs to the row, so at least ``count`` columns reach the ``count``-th largest.
+        Every group's largest score belongs to the row, so at least ``count`` columns reach the ``count``-th largest of
+        them, and all that do are in groups whose largest does, or in the rest that is in no group.
         """
-        rows, width = scores.shape
-        groups = min(width, max(GROUPS, GROUPS_PER_COLUMN * count))
-        rest = width % groups
-        largest = scores[:, : width - rest].reshape(rows, -1, groups).max(1)
-        # Row by row: numpy would copy all three parts, because they are not contiguous.
-        for row, remainder in zip(largest[:, :rest], scores[:, width - rest :], strict=True):
-            np.maximum(row, remainder, out=row)
+        n_rows, n_columns = scores.shape
+        n_groups = min(n_columns, max(GROUPS, GROUPS_PER_COLUMN * count))
+        depth = n_columns // n_groups
+        largest = scores[:, : depth * n_groups].reshape(n_rows, depth, n_groups).max(1)
+        rest = scores[:, depth * n_groups :]
         check_numbers(largest)
-        largest.partition(groups - count)
-        bounds: Floats = largest[:, groups - count]
-        return bounds
+        check_numbers(rest.max(-1, initial=-np.inf))
+        bounds = np.partition(largest, n_groups - count)[:, n_groups - count, None].copy()
+        chosen = (largest >= bounds).nonzero()
+        del largest  # less memory at a time
+        members = self._members(scores, chosen, n_groups, bounds)
+        if not rest.shape[1]:
+            return [members]
+        among = np.greater_equal(rest, bounds, out=self._buffers.of("rest", rest.shape, np.bool_))
+        rows, places = among.nonzero()
+        return [members, _Competing(rows, places + depth * n_groups, rest[rows, places])]
 
-    def _columns(self, row: Floats, bound: np.float32, count: int) -> Tokens:
-        np.greater_equal(row, bound, out=self._among)
-        # The methods, not the functions of these names: for a few numbers those take twice as long.
-        (among,) = self._among.nonzero()
-        columns: Tokens = among[(-row[among]).argsort(kind="stable")[:count]]
-        return columns
+    def _members(
+        self, scores: Floats, chosen: tuple[NDArray[np.int64], ...], n_groups: int, bounds: Floats
+    ) -> _Competing:
+        """Return the scores that reach the bound of their row, of groups that are chosen by row and number."""
+        rows, groups = chosen
+        depth = scores.shape[1] // n_groups
+        shape = len(rows), depth
+        columns = self._buffers.of("columns", shape, np.int64)
+        np.add(groups[:, None], np.arange(0, depth * n_groups, n_groups), out=columns)
+        places = np.add(columns, rows[:, None] * scores.shape[1], out=self._buffers.of("places", shape, np.int64))
+        # The places are within range; in its checking mode numpy would make a copy first.
+        values = self._buffers.of("values", shape, np.float32)
+        np.take(scores.reshape(-1), places, out=values, mode="clip")
+        among = np.greater_equal(values, bounds[rows], out=self._buffers.of("among", shape, np.bool_)).nonzero()
+        return _Competing(rows[among[0]], columns[among], values[among])

@@ -34,11 +34,11 @@ class RowSearch:
         self._read: Tokens | None = None  # tokens of the rows that are left, for processors
         self._eos_ids = frozenset(task.eos_ids)
         begins, ends = self.targets.begins, self.targets.ends
-        self._first_begin, self._last_begin = int(begins.min()), int(begins.max())
+        self._last_begin = int(begins.max())
         self._first_end = int(ends.min())
         # The column that is written next: of all rows, or of each row of the engine. Finished rows then write the first
         # column again and again: nothing reads it.
-        self.place: int | NDArray[np.int64] = self._first_begin
+        self.place: int | NDArray[np.int64] = int(begins.min())
         self.rows = np.arange(n_rows)  # the slot that each row of the engine writes
         self.running = np.ones(n_rows, bool)  # whether each row of the engine is unfinished
         self.n_running = n_rows
@@ -49,8 +49,8 @@ class RowSearch:
         return self.scorer.want
 
     def start(self) -> Move:
-        """Return what all prompts have room for, one row per source."""
-        return Move(self.task.first_tokens(self._first))
+        """Return what all prompts have room for, the same for all samples of a source."""
+        return self.task.first_move(self._first, self.rows_per_source)
 
     def advance(self, out: StepOut) -> Move | None:
         """Choose a token for each row; finished sources leave the batch when that pays."""
@@ -58,7 +58,7 @@ class RowSearch:
         chosen = self._chosen(out, rows)
         if out.attention is not None:
             mean = out.attention[:, :, -1].mean(1)
-            self.targets.align(self.rows, self.place, np.repeat(mean, len(self.rows) // len(mean), 0))
+            self.targets.align(self.rows, self.place, mean)
         # A slice costs a third of what the list of all rows costs.
         self.targets.tokens[ALL if self._all_at_one_place else self.rows, self.place] = chosen
         self.place = self.place + 1 if isinstance(self.place, int) else self.place + self.running
@@ -101,11 +101,6 @@ class RowSearch:
         tokens = move.tokens.copy()
         tokens[rows] = self.targets.tokens[rows, :1]
         return replace(move, tokens=tokens, resting=np.flatnonzero(~self.running))
-
-    @property
-    def _is_first(self) -> bool:
-        """Whether the engine has one row per source, however many samples there will be."""
-        return isinstance(self.place, int) and self.place == self._first_begin
 
     @property
     def _all_at_one_place(self) -> bool:
@@ -152,18 +147,13 @@ class RowSearch:
         return tokens
 
     def _scores(self, out: StepOut, rows: Selection) -> Floats:
-        """Return the scores of the rows that choose; several samples of a source share a row at first."""
-        count = self.rows_per_source if self._is_first else 1
-        if count > 1 and not isinstance(rows, slice):
-            rows = rows[::count] // count
-        sources = self.targets.sources[self.rows[::count]]
+        """Return the scores of the rows that choose."""
+        sources = self.targets.sources[self.rows]
         scores = self.scorer.logits(out, sources)[rows]
-        if self.scorer.processors:
-            scores = self.scorer.processed(scores, self._history(rows, sources[rows]))
-        return np.repeat(scores, count, 0) if count > 1 else scores
+        return self.scorer.processed(scores, self._history(rows, sources[rows])) if self.scorer.processors else scores
 
     def _history(self, rows: Selection, sources: NDArray[np.int64]) -> History:
-        """Return what rows of the engine have read, one per source at first; ``sources`` are those of the rows."""
+        """Return what rows of the engine have read; ``sources`` are those of the rows."""
         if isinstance(self.place, int):
             return rectangular(self._read_tokens(self.place)[rows], sources)
         lengths = np.maximum(self.place, 1)
@@ -172,8 +162,6 @@ class RowSearch:
     def _read_tokens(self, length: int) -> Tokens:
         """Return the first tokens of each row of the engine."""
         tokens = self.targets.tokens
-        if self._is_first:
-            return tokens[:: self.rows_per_source, :length]
         if len(self.rows) == len(tokens):
             return tokens[:, :length]
         if self._read is None:
@@ -241,14 +229,11 @@ class RowSearch:
         if self.n_running < len(self.rows):
             chosen[~self.running] = self.task.spec.pad_id
         count = self.rows_per_source
-        is_second = isinstance(self.place, int) and self.place == self._first_begin + 1
-        parents = np.repeat(np.arange(len(self.rows) // count), count) if is_second and count > 1 else None
         if self._awaits or not ended or stays(alive := self._alive()):
-            return Move(chosen[:, None], parents, None if resting is None else np.flatnonzero(resting))
+            return Move(chosen[:, None], resting=None if resting is None else np.flatnonzero(resting))
         kept = np.flatnonzero(np.repeat(alive, count))
         self.rows, self.running = self.rows[kept], self.running[kept]
         if not isinstance(self.place, int):
             self.place = self.place[kept]
         resting = None if resting is None else resting[kept]
-        moved = kept if parents is None else parents[kept]
-        return Move(chosen[kept, None], moved, None if resting is None else np.flatnonzero(resting))
+        return Move(chosen[kept, None], kept, None if resting is None else np.flatnonzero(resting))
