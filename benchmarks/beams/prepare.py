@@ -44,13 +44,20 @@ class MarginEngine:
 
     def step(self, tokens: Tokens, state: EagerState, want: Want) -> StepOut:
         """Feed tokens; raise if the choice after them is not safe."""
+        is_first = self._best is None
         self._follow(tokens[:, -1])
         out = self.engine.step(tokens, state, Want.LOGITS)
         logits = torch.from_numpy(out.logits)
         top = logits.log_softmax(-1).topk(min(self.spec.top_k, self.spec.vocab_size))
         self._best = log_probs, ids = top.values[:, -1].numpy(), top.indices[:, -1].numpy()
         self._left -= 1
-        self._check(log_probs, ids, SAFE_MARGINS * NOISE * max(1.0, float(logits.abs().max())))
+        # All rows have read the same at first, and one of them chooses.
+        choosing = slice(1) if is_first else slice(None)
+        self._check(
+            self._totals[choosing, None] + log_probs[choosing],
+            ids,
+            SAFE_MARGINS * NOISE * max(1.0, float(logits.abs().max())),
+        )
         if want is Want.LOGITS:
             return out
         return StepOut(top_log_probs=top.values.numpy(), top_ids=top.indices.numpy())
@@ -66,17 +73,19 @@ class MarginEngine:
 
     def _follow(self, chosen: Tokens) -> None:
         """Add the log-probability of each row's token to the total of its parent."""
-        if self._best is not None:
+        if self._best is None:
+            self._totals = np.zeros(len(chosen), np.float32)
+        else:
             log_probs, ids = (array[self._parents] for array in self._best)
             columns = (ids == chosen[:, None]).argmax(1)
             self._totals = self._totals[self._parents] + log_probs[np.arange(len(chosen)), columns]
         self._parents = np.arange(len(chosen))
 
-    def _check(self, log_probs: Floats, ids: Tokens, bound: float) -> None:
+    def _check(self, totals: Floats, ids: Tokens, bound: float) -> None:
         if (ids[:, : 2 * self._beams] == self.spec.eos_id).any():
             raise UnsafeSource
-        totals = np.sort((self._totals[:, None] + log_probs).ravel())[::-1]
-        gaps = totals[: self._beams] - totals[1 : 1 + self._beams]
+        ranked = np.sort(totals.ravel())[::-1]
+        gaps = ranked[: self._beams] - ranked[1 : 1 + self._beams]
         # Before the last step it matters which beams remain, at the last step also their order.
         if (gaps if not self._left else gaps[-1:]).min() < bound:
             raise UnsafeSource
