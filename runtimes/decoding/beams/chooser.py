@@ -106,7 +106,7 @@ class Chooser:
         np.add(groups[:, None], np.arange(0, depth * n_groups, n_groups), out=columns)
         places = np.add(columns, rows[:, None] * scores.shape[1], out=self._buffers.of("places", shape, np.int64))
         # The places are within range; in its checking mode numpy would make a copy first.
-        values = self._buffers.of("values", shape, np.float32)
+        values = self._buffers.of(f"values {scores.dtype}", shape, scores.dtype.type)
         np.take(scores.reshape(-1), places, out=values, mode="clip")
         among = np.greater_equal(values, bounds[rows], out=self._buffers.of("among", shape, np.bool_)).nonzero()
         return _Competing(rows[among[0]], columns[among], values[among])
