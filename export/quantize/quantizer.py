@@ -50,13 +50,11 @@ RAISED: dict[MatrixPrecision, tuple[MatrixPrecision, ...]] = {
     "int8": ("int8", "fp32"),
     "fp32": ("fp32",),
 }
-# Shares of the tokens that may differ: what a new budget is meant to use, and what a plan may use while there are more
-# exact ones. The probes are only a sample, and other sources should reach the bar too.
-AIM, MOST_USED = 0.65, 0.8
-# The same where cost is size, of which room takes far more than of time.
-AIM_OF_SIZE, MOST_OF_SIZE = 0.8, 0.9
-# How much dearer a plan may be for the sake of that room.
-WORTH_ROOM = 1.05
+# Of the share of tokens that may differ, what a new plan is meant to use: the probes are only a sample, and other
+# sources should reach the bar too. The first leaves more room, which may make a plan dearer by no more than WORTH_ROOM.
+AIMS, WORTH_ROOM = (0.65, 0.8), 1.05
+# What a plan may use while a more exact one is not much dearer.
+MOST_USED = 0.8
 # How much smaller each budget is at least, and how many are tried before the most exact plan.
 LEAST_STEP, ATTEMPTS = 0.7, 8
 
@@ -152,8 +150,7 @@ class Quantizer:
         """Whether a share of the tokens is safely above the bar, or something else decides."""
         if self._trial.metric is not None and self.request.bar.agreement is None:
             return True
-        most_used = MOST_OF_SIZE if self._counts_bytes else MOST_USED
-        return 1 - share <= most_used * (1 - self.request.least_agreement)
+        return 1 - share <= MOST_USED * (1 - self.request.least_agreement)
 
     def _is_enough(self, share: float, plan: Plan, following: Plan) -> bool:
         """Whether a share reaches the bar, and a more exact plan would cost too much for being safely above it."""
@@ -175,10 +172,10 @@ class Quantizer:
         if plan.error <= exact.error:
             return None
         allowed, lost = 1 - self.request.least_agreement, 1 - share
-        aim = AIM_OF_SIZE if self._counts_bytes else AIM
         # Errors of logits grow with the root of the divergence, and so does the share of tokens that change.
-        step = (aim * allowed / lost) ** 2 if lost > 0 else LEAST_STEP
-        return planned(options, max(min(LEAST_STEP, step) * plan.error, exact.error))
+        steps = [(aim * allowed / lost) ** 2 if lost > 0 else LEAST_STEP for aim in AIMS]
+        roomy, tight = (planned(options, max(min(LEAST_STEP, step) * plan.error, exact.error)) for step in steps)
+        return roomy if roomy.cost <= WORTH_ROOM * tight.cost else tight
 
     def placed_output(self, matrix: Floats, quantization: Quantization, folder: Path) -> OutputMatrix:
         """Return where the weights file of a folder holds the output matrix [V, M]."""
