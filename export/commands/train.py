@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 import click
 
@@ -40,9 +40,15 @@ class Change(click.ParamType[tuple[str, Any]]):
 
 def _setting(name: str, text: str) -> Callable[[Command], Command]:
     """Return the option of a field of TrainSettings, with its type and default; the settings check their ranges."""
-    default = getattr(TrainSettings(), name)
+    field = TrainSettings.__dataclass_fields__[name]
+    kind = click.Choice(get_args(field.type)) if get_origin(field.type) is Literal else field.type
     return click.option(
-        f"--{name.replace('_', '-')}", default=default, show_default=True, type=type(default), help=text
+        f"--{name.replace('_', '-')}",
+        default=field.default,
+        show_default=field.type is not bool,
+        is_flag=field.type is bool,
+        type=kind,
+        help=text,
     )
 
 
@@ -52,6 +58,9 @@ Examples:
   fatdeploy train pairs.tsv --preset fat-small --out my-model
   fatdeploy train words.tsv --tokenizer symbols --preset fat-small --set width=128 --set decoder_layers=1 --out words
   fatdeploy train pairs.tsv --validation held-out.tsv --tokenizer bpe --vocab-size 4000 --epochs 40 --out my-model
+  fatdeploy train pairs.tsv --preset transformer-small --schedule step --gamma 0.9 --select-by bleu --out my-model
+  fatdeploy train pairs.tsv --scheduled-sampling 0.3 --sampling-form parallel --ramp inverse-sigmoid --out my-model
+  fatdeploy train pairs.tsv --reward bleu --reward-after 0.7 --select-by bleu --out my-model
   fatdeploy train pairs.tsv --preset fat-small --out my-model --resume
 """
 )
@@ -79,16 +88,31 @@ Examples:
 @_setting("epochs", "Number of passes over all pairs.")
 @_setting("batch_size", "Pairs per step.")
 @_setting("learning_rate", "Peak learning rate.")
+@_setting("schedule", "After the warm-up: half a cosine to zero, or a factor per epoch (step).")
+@_setting("gamma", "Factor per epoch of --schedule step.")
 @_setting("warmup", "Steps until the peak learning rate.")
 @_setting("weight_decay", "Weight decay of matrices per step.")
 @_setting("clip", "Largest norm of gradients; 0 sets no limit.")
+@_setting("updates", "Change the weights per batch, or per target position.")
 @_setting("label_smoothing", "Probability spread over all other tokens.")
 @_setting("scheduled_sampling", "Share of its own tokens that the model reads at the end.")
-@_setting("guided_attention", "Weight of the loss on attention off the diagonal.")
-@click.option(
-    "--draw-threshold", is_flag=True, help="Train with random hybrid thresholds, then choose the lowest good one."
+@_setting(
+    "sampling_form",
+    "How own tokens come about: two-pass, from one reading of the true ones; parallel, in several passes; sequential, "
+    "one after another.",
 )
+@_setting("sampling_passes", "Passes of --sampling-form parallel.")
+@_setting("own_choice", "Own tokens are the best ones, or drawn.")
+@_setting("ramp", "How the share of own tokens rises.")
+@_setting("free_running", "Read only own tokens, from the start.")
+@_setting("reward", "Self-critical training on a metric of whole targets.")
+@_setting("reward_weight", "Weight of the self-critical loss; the token loss has the rest.")
+@_setting("reward_after", "Share of training without rewards.")
+@_setting("guided_attention", "Weight of the loss on attention off the diagonal.")
+@_setting("draw_threshold", "Train with random hybrid thresholds, then choose the lowest good one.")
+@_setting("select_by", "Validation metric that chooses the epoch to keep; with equal values the loss does.")
 @_setting("seed", "Random seed for weights and order.")
+@_setting("device", "Where to train.")
 @_setting("threads", "Number of torch threads.")
 @_setting("save_seconds", "Seconds between saved states to resume from; every epoch also saves one.")
 @click.option("--half", is_flag=True, help="Store the final weights in half precision.")
@@ -206,9 +230,10 @@ def _say_epoch(epochs: "Sequence[Epoch]", n_epochs: int) -> None:
     epoch = epochs[-1]
     seconds = epoch.seconds - (epochs[-2].seconds if len(epochs) > 1 else 0)
     kept = "  kept" if epoch.best else ""
+    reward = "" if epoch.reward is None else f"reward {epoch.reward:.4f}  "
     _say(
         f"epoch {epoch.number}/{n_epochs}  {seconds:.1f} s, {epoch.seconds:.1f} s total  "
-        f"training loss {epoch.train_loss:.4f}  validation loss {epoch.score.loss:.4f}, "
+        f"training loss {epoch.train_loss:.4f}  {reward}validation loss {epoch.score.loss:.4f}, "
         f"{_score_line(epoch.score)}{kept}"
     )
 
@@ -218,7 +243,9 @@ def _say_threshold(threshold: float, score: "ValidationScore") -> None:
 
 
 def _score_line(score: "ValidationScore") -> str:
-    return f"token errors {score.token_error_rate:.2f} %, sources with errors {score.sequence_error_rate:.2f} %"
+    of_text = {"BLEU": score.bleu, "chrF": score.chrf}
+    more = "".join(f", {name} {value:.2f}" for name, value in of_text.items() if value is not None)
+    return f"token errors {score.token_error_rate:.2f} %, sources with errors {score.sequence_error_rate:.2f} %{more}"
 
 
 def _warn_about_unknown(training: "Training") -> None:

@@ -1,7 +1,7 @@
 """Pairs as padded batches of similar length, in an order that depends only on seed and epoch."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -40,6 +40,17 @@ class Batch:
     def learned(self) -> Tensor:
         """Where there is something to learn, [B, T]."""
         return self.target_out >= 0
+
+    def on(self, device: str) -> "Batch":
+        """Return the batch in the memory of a device."""
+        return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+    def positions(self) -> Iterator["Batch"]:
+        """Yield a batch for each position of the targets, which learns it alone and reads what is before it."""
+        for t in range(self.target_in.shape[1]):
+            earlier = torch.full_like(self.target_out[:, :t], NOTHING)
+            target_out = torch.cat([earlier, self.target_out[:, t : t + 1]], 1)
+            yield replace(self, target_in=self.target_in[:, : t + 1], target_out=target_out)
 
 
 # The value of ``target_out`` where there is nothing to learn. It is torch's default and no token's id.

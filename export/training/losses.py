@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fatdeploy.export.reference.decoder import SourceMemory
 from fatdeploy.export.reference.model import Decoded, ReferenceModel
 from fatdeploy.export.training.batches import NOTHING, Batch
 
@@ -30,14 +29,11 @@ class Objective:
     label_smoothing: float = 0.0
     guided_attention: float = 0.0
 
-    def losses(self, model: ReferenceModel, batch: Batch, own_words: float = 0.0) -> Losses:
-        """Return the losses of a batch; ``own_words`` is the share of tokens read that the model chose itself."""
+    def losses(self, model: ReferenceModel, batch: Batch) -> Losses:
+        """Return the losses of a batch."""
         memory = model.encode(batch.source, batch.source_mask)
-        read = batch.target_in
-        if own_words > 0 and not model.config.parallel:
-            read = with_own_words(model, batch, memory, own_words)
         guided = model.config.decoder_layers - 1 if self.guided_attention > 0 else None
-        decoded, _ = model.decode(read, model.stateless(), memory, weights_of=guided)
+        decoded, _ = model.decode(batch.target_in, model.stateless(), memory, weights_of=guided)
         logits = model.logits(decoded, memory).flatten(0, 1)
         targets = batch.target_out.flatten()
         tokens = functional.cross_entropy(logits, targets, ignore_index=NOTHING)
@@ -52,22 +48,6 @@ class Objective:
             backwards = model.config.target_order == "right_to_left"
             total = total + self.guided_attention * far_attention(decoded, guided, batch, backwards=backwards)
         return Losses(total, tokens.detach())
-
-
-def with_own_words(model: ReferenceModel, batch: Batch, memory: SourceMemory, share: float) -> Tensor:
-    """Return the tokens to read, a share of them replaced by the model's own (parallel scheduled sampling).
-
-    The model reads the true target once, at all positions in one call, and its best token at each position replaces the
-    true one that follows.
-    """
-    with torch.no_grad():
-        decoded, _ = model.decode(batch.target_in, model.stateless(), memory)
-        own = model.logits(decoded, memory).argmax(-1)[:, :-1]
-    read = batch.target_in.clone()
-    # BOS stays first, and padding stays padding.
-    replaced = (torch.rand(own.shape) < share) & (read[:, 1:] != model.config.pad_id)
-    read[:, 1:] = torch.where(replaced, own, read[:, 1:])
-    return read
 
 
 def far_attention(decoded: Decoded, layer: int, batch: Batch, *, backwards: bool = False) -> Tensor:
@@ -89,4 +69,4 @@ def far_attention(decoded: Decoded, layer: int, batch: Batch, *, backwards: bool
 
 def _shares(real: Tensor) -> Tensor:
     """Return the place of each position [B, L] in its row, from 0 to 1."""
-    return torch.arange(real.shape[1]) / (real.sum(1, keepdim=True) - 1).clamp(min=1)
+    return torch.arange(real.shape[1], device=real.device) / (real.sum(1, keepdim=True) - 1).clamp(min=1)

@@ -17,7 +17,7 @@ from fatdeploy.export.training.folder import GO_ON, replaced_file
 from fatdeploy.folders import share
 
 STATE = "state.safetensors"
-_RECORD, _RANDOM = "record", "random"
+_RECORD, _RANDOM, _CUDA_RANDOM = "record", "random", "random_cuda"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # the state of AdamW for each parameter
 
 
@@ -30,6 +30,8 @@ def save_state(
     for parameter, state in optimiser.state.items():
         tensors |= {f"{kind}.{names[id(parameter)]}": tensor for kind, tensor in state.items()}
     tensors[_RANDOM] = torch.get_rng_state()
+    if _on_cuda(model):
+        tensors[_CUDA_RANDOM] = torch.cuda.get_rng_state()
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
 
     def write(new: Path) -> None:
@@ -54,11 +56,17 @@ def load_state(path: Path, model: ReferenceModel, optimiser: AdamW) -> dict[str,
         for name, parameter in model.named_parameters():
             # A parameter that no batch has used has no moments yet.
             if f"step.{name}" in tensors:
-                optimiser.state[parameter] = {kind: tensors[f"{kind}.{name}"] for kind in _MOMENTS}
+                optimiser.state[parameter] = {kind: tensors[f"{kind}.{name}"].to(parameter.device) for kind in _MOMENTS}
         torch.set_rng_state(tensors[_RANDOM])
+        if _on_cuda(model):
+            torch.cuda.set_rng_state(tensors[_CUDA_RANDOM])
     except (KeyError, RuntimeError) as error:
         raise _foreign(path, str(error)) from error
     return record
+
+
+def _on_cuda(model: ReferenceModel) -> bool:
+    return model.source_embedding.weight.is_cuda
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

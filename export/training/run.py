@@ -8,7 +8,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fatdeploy.errors import CheckpointError, ConfigError, in_one_line
+import torch
+
+from fatdeploy.errors import BackendUnavailable, CheckpointError, ConfigError, in_one_line
 from fatdeploy.export.reference.checkpoint import CONFIG, TOKENIZER, WEIGHTS, load_checkpoint, save_weights
 from fatdeploy.export.reference.config import ModelConfig
 from fatdeploy.export.reference.presets import config_from_preset
@@ -22,6 +24,7 @@ from fatdeploy.export.training.tokenizers import TextCoder, built_tokenizer
 from fatdeploy.export.training.trainer import Epoch, Step, Trainer, ValidationScore, set_threshold
 from fatdeploy.export.training.validation import Validation
 from fatdeploy.machine import this_machine
+from fatdeploy.runtimes.evaluation.metrics import OF_TEXT, need_sacrebleu
 from fatdeploy.runtimes.text.tokenizer_json import Kind
 
 REPORT, CURVE = "training.json", "curve.svg"
@@ -47,15 +50,29 @@ class TrainingPlan:
         if wrong:
             raise ConfigError(in_one_line("configuration refused", wrong))
         config = config_from_preset(self.preset, **self.changes, **fixed)
-        if self.settings.draw_threshold and not config.hybrid:
-            wrong.append(f"--draw-threshold needs a hybrid model, {self.preset} is not")
-        if self.settings.scheduled_sampling and config.parallel:
-            wrong.append(f"--scheduled-sampling needs an autoregressive model, {self.preset} is not")
-        if self.settings.guided_attention and config.cross_attention == "none":
-            wrong.append(f"--guided-attention needs an attention to the source, {self.preset} has none")
-        if wrong:
+        if wrong := self._misfits(config):
             raise ConfigError(in_one_line("training refused", wrong))
         return config
+
+    def _misfits(self, config: ModelConfig) -> list[str]:
+        """Return which ways of training this model cannot use."""
+        settings, wrong = self.settings, []
+        if settings.draw_threshold and not config.hybrid:
+            wrong.append(f"--draw-threshold needs a hybrid model, {self.preset} is not")
+        one_by_one = {
+            "--scheduled-sampling": settings.scheduled_sampling > 0,
+            "--free-running": settings.free_running,
+            "--reward": settings.reward != "none",
+            "--updates token": settings.updates == "token",
+        }
+        if config.parallel:
+            # All its tokens come from one call: none reads another, and none comes before another.
+            wrong += [
+                f"{name} needs an autoregressive model, {self.preset} is not" for name in one_by_one if one_by_one[name]
+            ]
+        if settings.guided_attention and config.cross_attention == "none":
+            wrong.append(f"--guided-attention needs an attention to the source, {self.preset} has none")
+        return wrong
 
 
 class Training:
@@ -63,12 +80,13 @@ class Training:
 
     def __init__(self, plan: TrainingPlan, parts: Parts, folder: Path, *, resume: bool) -> None:
         self.folder, self._plan, self._parts = folder, plan, parts
+        need_backends(plan.settings)
         self.coder = built_tokenizer(
             [(pair.source, pair.target) for pair in parts.train.pairs], plan.tokenizer, vocab_size=plan.vocab_size
         )
         self.config = plan.config(self.coder)
         ids, apart = ids_of_parts(parts, self.coder, self.config)
-        self.validation = Validation(parts.validation.pairs, apart, self.coder)
+        self.validation = Validation(parts.validation.pairs, apart, self.coder, plan.settings.select_by)
         model = untrained_model(self.config, plan.settings.seed)
         self.trainer = Trainer(model, ids, plan.settings, folder, self.validation, self._identity())
         is_new = not folder.exists()
@@ -209,6 +227,24 @@ class Training:
 
     def _write_text(self, name: str, text: str) -> None:
         replaced_file(self.folder / name, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def need_backends(settings: TrainSettings) -> None:
+    """Raise if the device is not here, or what the metric that selects needs."""
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        reason = "finds no CUDA device" if torch.version.cuda else "is built without CUDA"
+        raise BackendUnavailable(
+            f"--device cuda is not available: torch {torch.__version__} here {reason}; install a build of torch with "
+            "CUDA that fits the driver (pip install --force-reinstall torch), or use --device cpu"
+        )
+    if settings.select_by in OF_TEXT:
+        try:
+            need_sacrebleu()
+        except BackendUnavailable as error:
+            raise BackendUnavailable(
+                f"--select-by {settings.select_by} needs sacrebleu: pip install 'fatdeploy[eval]', or use --select-by "
+                "token_error_rate"
+            ) from error
 
 
 def _differing(old: Any, new: dict[str, Any]) -> list[str]:

@@ -1,5 +1,6 @@
 """The training loop: steps, validation after every epoch, the best weights kept, everything resumable."""
 
+import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,27 +14,38 @@ from torch.optim import AdamW
 from fatdeploy.errors import CheckpointError, TrainingFailed
 from fatdeploy.export.reference.checkpoint import WEIGHTS, save_weights
 from fatdeploy.export.reference.model import ReferenceModel, kept
-from fatdeploy.export.training.batches import IdPair, batch_of, epoch_order
+from fatdeploy.export.training.batches import Batch, IdPair, batch_of, epoch_order
 from fatdeploy.export.training.folder import GO_ON, replaced_file
 from fatdeploy.export.training.losses import Objective
+from fatdeploy.export.training.own_words import OwnWords
 from fatdeploy.export.training.resume import STATE, load_state, save_state
-from fatdeploy.export.training.settings import TrainSettings
+from fatdeploy.export.training.rewards import self_critical
+from fatdeploy.export.training.settings import Criterion, TrainSettings
+
+# All other metrics are errors.
+HIGH_IS_GOOD = ("bleu", "chrf")
 
 
 @dataclass(frozen=True)
 class ValidationScore:
-    """How a model does on the validation pairs: loss in nats per token, error rates in percent."""
+    """How a model does on the validation pairs: loss in nats per token, all others in percent.
+
+    BLEU and chrF are None unless they choose the epoch to keep.
+    """
 
     loss: float
     token_error_rate: float
     sequence_error_rate: float
+    bleu: float | None = None
+    chrf: float | None = None
 
-    def better_than(self, other: "ValidationScore | None") -> bool:
-        """Whether this model should replace the other."""
-        if other is None:
-            return True
-        mine, theirs = ((score.token_error_rate, score.loss) for score in (self, other))
-        return mine < theirs
+    def better_than(self, other: "ValidationScore | None", by: Criterion = "token_error_rate") -> bool:
+        """Whether this model should replace the other; with an equal metric the loss decides."""
+        return other is None or self._costs(by) < other._costs(by)
+
+    def _costs(self, by: Criterion) -> tuple[float, float]:
+        value = getattr(self, by)
+        return (-value if by in HIGH_IS_GOOD else value), self.loss
 
 
 @dataclass(frozen=True)
@@ -45,6 +57,7 @@ class Epoch:
     score: ValidationScore
     seconds: float  # CPU time of training alone, all epochs so far
     best: bool
+    reward: float | None = None  # mean reward of what the model wrote for training sources; None without rewards
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,8 @@ class Progress:
     seconds: float = 0.0
     loss_sum: float = 0.0  # over the tokens of this epoch
     n_tokens: int = 0
+    reward_sum: float = 0.0  # over the targets that were rewarded in this epoch
+    n_rewarded: int = 0
     epochs: list[Epoch] = field(default_factory=list)
 
     @property
@@ -97,10 +112,11 @@ class Trainer:
         validate: Callable[[ReferenceModel], ValidationScore],
         identity: dict[str, Any],
     ) -> None:
-        self.model, self.settings, self.folder = model, settings, folder
+        self.model, self.settings, self.folder = model.to(settings.device), settings, folder
         self.progress = Progress()
         self._pairs, self._validate, self._identity = pairs, validate, identity
         self._objective = Objective(settings.label_smoothing, settings.guided_attention)
+        self._own_words = OwnWords.of(settings)
         self._optimiser = _optimiser(model, settings)
         self.steps_per_epoch = len(epoch_order(pairs, settings.batch_size, 0, 0))
         self.n_steps = settings.epochs * self.steps_per_epoch
@@ -141,31 +157,48 @@ class Trainer:
     def _step(self, indices: list[int]) -> Step:
         started, settings, progress = time.process_time(), self.settings, self.progress
         self.model.train()
-        batch = batch_of([self._pairs[index] for index in indices], self.model.config)
+        batch = batch_of([self._pairs[index] for index in indices], self.model.config).on(settings.device)
         for group in self._optimiser.param_groups:
             group["lr"] = settings.rate(progress.step, self.n_steps)
         if settings.draw_threshold:
             lowest = self.model.config.hybrid_threshold
             set_threshold(self.model, lowest + float(torch.rand(())) * (1 - lowest))
-        losses = self._objective.losses(self.model, batch, settings.own_words(progress.step, self.n_steps))
+        if share := settings.own_share(progress.step, self.n_steps):
+            batch = self._own_words.mixed(self.model, batch, share)
+        parts = batch.positions() if settings.updates == "token" else [batch]
+        loss_sum = sum(self._update(part) * part.n_tokens for part in parts)
+        progress.step += 1
+        progress.loss_sum += loss_sum
+        progress.n_tokens += batch.n_tokens
+        progress.seconds += time.process_time() - started
+        return Step(len(progress.epochs) + 1, progress.step, loss_sum / batch.n_tokens)
+
+    def _update(self, batch: Batch) -> float:
+        """Change the weights once; return the token loss before that."""
+        settings, progress = self.settings, self.progress
+        losses = self._objective.losses(self.model, batch)
         loss = finite(float(losses.tokens), f"the loss at step {progress.step + 1}")
+        total = losses.total
+        if settings.reward != "none" and (weight := settings.reward_share(progress.step, self.n_steps)):
+            rewarded = self_critical(self.model, batch, settings.reward)
+            total = (1 - weight) * total + weight * rewarded.loss
+            progress.reward_sum += rewarded.reward * len(batch.source)
+            progress.n_rewarded += len(batch.source)
         self._optimiser.zero_grad(set_to_none=True)
-        losses.total.backward()  # type: ignore[no-untyped-call]
+        total.backward()  # type: ignore[no-untyped-call]
         if settings.clip > 0:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
         self._optimiser.step()
-        progress.step += 1
-        progress.loss_sum += loss * batch.n_tokens
-        progress.n_tokens += batch.n_tokens
-        progress.seconds += time.process_time() - started
-        return Step(len(progress.epochs) + 1, progress.step, loss)
+        return loss
 
     def _ended_epoch(self) -> Epoch:
         progress = self.progress
         if self.settings.draw_threshold:
             set_threshold(self.model, 1.0)
-        score = self._validate(self.model.eval())
-        best = score.better_than(progress.best)
+        # Sources are decoded in the memory of the CPU.
+        model = self.model if self.settings.device == "cpu" else copy.deepcopy(self.model).cpu()
+        score = self._validate(model.eval())
+        best = score.better_than(progress.best, self.settings.select_by)
         if best:
             replaced_file(self.folder / WEIGHTS, lambda path: save_weights(self.model, path))
         ended = Epoch(
@@ -174,9 +207,11 @@ class Trainer:
             score=score,
             seconds=progress.seconds,
             best=best,
+            reward=progress.reward_sum / progress.n_rewarded if progress.n_rewarded else None,
         )
         progress.epochs.append(ended)
         progress.loss_sum, progress.n_tokens = 0.0, 0
+        progress.reward_sum, progress.n_rewarded = 0.0, 0
         return ended
 
 

@@ -9,12 +9,13 @@ from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.training.batches import IdPair, batch_of
 from fatdeploy.export.training.losses import Objective
+from fatdeploy.export.training.settings import Criterion
 from fatdeploy.export.training.tokenizers import TextCoder
 from fatdeploy.export.training.trainer import ValidationScore, finite
 from fatdeploy.pairs import Pair
 from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
-from fatdeploy.runtimes.evaluation.metrics import sequence_error_rate, token_error_rate
+from fatdeploy.runtimes.evaluation.metrics import bleu, chrf, sequence_error_rate, token_error_rate
 
 BATCH = 256
 # A model that has not learned to stop yet would decode to the last position for every source.
@@ -23,11 +24,15 @@ LONGER_THAN_LONGEST = 1.5
 
 @dataclass(frozen=True)
 class Validation:
-    """Pairs that are not trained on; a source may have several accepted targets."""
+    """Pairs that are not trained on; a source may have several accepted targets.
+
+    BLEU and chrF are computed only to select by them.
+    """
 
     pairs: Sequence[Pair]
     ids: Sequence[IdPair]
     coder: TextCoder
+    select_by: Criterion = "token_error_rate"
 
     def __call__(self, model: ReferenceModel) -> ValidationScore:
         """Return the score of the current model."""
@@ -42,6 +47,8 @@ class Validation:
             loss=loss,
             token_error_rate=token_error_rate(texts, accepted).value,
             sequence_error_rate=sequence_error_rate(texts, accepted).value,
+            bleu=bleu(texts, accepted).value if self.select_by == "bleu" else None,
+            chrf=chrf(texts, accepted).value if self.select_by == "chrf" else None,
         )
 
     def _decoded(self, model: ReferenceModel, sources: list[tuple[int, ...]]) -> list[str]:

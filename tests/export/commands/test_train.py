@@ -27,7 +27,7 @@ from fatdeploy.export.training.resume import STATE, load_record
 from fatdeploy.export.training.run import CURVE, REPORT, Training
 from fatdeploy.export.training.tokenizers import loaded_tokenizer
 from fatdeploy.runtimes.decoding.loop import decode
-from tests.support.pages import page
+from tests.support.pages import prose
 from tests.support.terminal import on_a_terminal
 from tests.support.trainings import plan, spelled
 
@@ -226,6 +226,32 @@ def test_a_terminal_shows_epoch_steps_and_loss(pairs: Path, tmp_path: Path) -> N
     assert out.startswith(f"{tmp_path / 'model'}: token errors ")
 
 
+def test_rewards_and_bleu_are_reported(pairs: Path, tmp_path: Path) -> None:
+    rewards = [
+        "--reward",
+        "token_error_rate",
+        "--reward-after",
+        "0.5",
+        "--own-choice",
+        "drawn",
+        "--ramp",
+        "exponential",
+    ]
+    sampling = ["--scheduled-sampling", "0.5", "--sampling-form", "parallel", "--sampling-passes", "2"]
+    result = train(pairs, tmp_path / "model", *rewards, *sampling, "--select-by", "bleu", "--schedule", "step")
+    assert result.exit_code == 0, result.stderr
+    first, second = result.stderr.splitlines()
+    assert re.search(
+        r"training loss \S+  validation loss \S+, token errors \S+ %, sources with errors \S+ %, BLEU \d", first
+    )
+    assert re.search(r"training loss \S+  reward -?\d\.\d{4}  validation loss \S+, .*, BLEU \d+\.\d\d", second)
+    assert re.search(r", BLEU \d+\.\d\d\. Next: ", result.stdout)
+    report = json.loads((tmp_path / "model" / REPORT).read_text())
+    assert [epoch["reward"] is None for epoch in report["epochs"]] == [True, False]
+    assert report["settings"]["sampling_form"] == "parallel"
+    assert report["final"]["bleu"] == max(epoch["score"]["bleu"] for epoch in report["epochs"])
+
+
 def test_quiet_prints_only_the_result(pairs: Path, tmp_path: Path) -> None:
     result = train(pairs, tmp_path / "model", "--epochs", "1", before=("--quiet",))
     assert (result.exit_code, result.stderr) == (0, "")
@@ -307,6 +333,18 @@ def test_two_trainings_do_not_write_to_one_folder(pairs: Path, tmp_path: Path) -
         (["--epochs", "0", "--clip", "-1"], 1, r"training refused: epochs: must lie in 1…, found 0; clip: must lie .*"),
         (["--save-seconds", "inf"], 1, r"training refused: save_seconds: must lie in 0…, found inf"),
         (["--epochs", "many"], 2, r"Invalid value for '--epochs': 'many' is not a valid integer\."),
+        (["--schedule", "root"], 2, r"Invalid value for '--schedule': 'root' is not one of 'cosine', 'step'\."),
+        (["--gamma", "0.5"], 1, r"training refused: gamma: does nothing with schedule = cosine, use step"),
+        (
+            ["--free-running", "--scheduled-sampling", "1"],
+            1,
+            r"training refused: free_running: reads no true tokens, .*",
+        ),
+        (
+            ["--preset", "transformer-nat-tiny", "--reward", "bleu", "--updates", "batch"],
+            1,
+            r"training refused: --reward needs an autoregressive model, transformer-nat-tiny is not",
+        ),
         (["--vocab-size", "300"], 1, r"no tokenizer: vocab_size is for bpe, symbols keep every.*"),
         (["--set", "max_source=3"], 1, r".*pairs.tsv: \d+ of 320 lines cannot be used: source has 4 tokens at line .*"),
     ],
@@ -380,6 +418,6 @@ def test_a_folder_that_cannot_be_written_is_refused(pairs: Path, tmp_path: Path)
 
 
 def test_its_page_names_every_option() -> None:
-    section = page("docs/training.md")
-    named = set(re.findall(r"--[a-z][a-z-]*", section))
+    # Not its blocks of code: they also call other programs.
+    named = set(re.findall(r"--[a-z][a-z-]*", prose(ROOT / "docs" / "training.md")))
     assert named == {option for param in train_command.params for option in param.opts if option.startswith("--")}

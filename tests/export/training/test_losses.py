@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fatdeploy.export.reference.attention import PositiveNorms, slow_scores
 from fatdeploy.export.reference.config import ModelConfig
 from fatdeploy.export.reference.model import Decoded, ReferenceModel
 from fatdeploy.export.reference.presets import PRESETS, config_from_preset
 from fatdeploy.export.training.batches import Batch, IdPair, batch_of
-from fatdeploy.export.training.losses import Objective, far_attention, with_own_words
+from fatdeploy.export.training.losses import Objective, far_attention
 from fatdeploy.export.training.start import untrained_model
 from tests.support.choices import CHOICES, PLAIN, name_of
 
@@ -126,47 +125,6 @@ def test_guided_attention_adds_the_cost_of_the_last_layer(preset: str) -> None:
     assert cost > 0.05
     assert float((guided.total - plain.total).detach()) == pytest.approx(0.5 * cost, rel=1e-3)
     assert float(guided.tokens) == pytest.approx(float(plain.tokens), rel=1e-6)
-
-
-def own_words_by_hand(model: ReferenceModel, batch: Batch) -> Tensor:
-    """Return BOS, then at every real position the best token after the true ones, and padding."""
-    best = model(batch.source, batch.source_mask, batch.target_in).argmax(-1).tolist()
-    rows = [
-        [read[0], *(token if token == model.config.pad_id else best[index][t] for t, token in enumerate(read[1:]))]
-        for index, read in enumerate(batch.target_in.tolist())
-    ]
-    return torch.tensor(rows)
-
-
-@pytest.mark.parametrize("preset", ["transformer", "fat"])
-def test_own_words_take_the_places_of_true_ones_but_not_of_bos_and_padding(preset: str) -> None:
-    model, batch = model_and_batch(preset)
-    memory = model.encode(batch.source, batch.source_mask)
-    none, every = (with_own_words(model, batch, memory, share) for share in (0.0, 1.0))
-    assert torch.equal(none, batch.target_in)
-    assert torch.equal(every, own_words_by_hand(model, batch))
-    assert every[:, 0].tolist() == [1, 1, 1]
-    assert torch.equal(every == 0, batch.target_in == 0)
-    assert not torch.equal(every, batch.target_in)
-
-
-def test_a_share_of_one_half_replaces_about_half_of_the_words() -> None:
-    model, _ = model_and_batch("transformer")
-    batch = batch_of([IdPair([15, 16], [30, 31, 32, 33, 34, 35, 36, 37])] * 64, model.config)
-    memory = model.encode(batch.source, batch.source_mask)
-    torch.manual_seed(0)
-    half, every = (with_own_words(model, batch, memory, share) for share in (0.5, 1.0))
-    own, true = (half == every)[:, 1:], (half == batch.target_in)[:, 1:]
-    assert (own | true).all()
-    assert 0.4 < float(own.float().mean()) < 0.6
-
-
-def test_the_loss_is_that_of_reading_own_words() -> None:
-    model, batch = model_and_batch("transformer")
-    result = Objective().losses(model, batch, own_words=1.0).tokens
-    rows = torch.stack(log_probabilities(model, batch, own_words_by_hand(model, batch)))
-    expected = functional.cross_entropy(rows, batch.target_out[batch.learned])
-    assert float(result) == pytest.approx(float(expected), rel=1e-5)
 
 
 CASES = [

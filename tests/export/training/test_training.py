@@ -189,9 +189,8 @@ def test_wrong_settings_are_reported_together() -> None:
 
 
 def test_the_rate_rises_over_the_warm_up_and_falls_to_zero() -> None:
-    settings = TrainSettings(learning_rate=1.0, warmup=4, scheduled_sampling=0.8)
+    settings = TrainSettings(learning_rate=1.0, warmup=4)
     assert [settings.rate(step, 12) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
     assert settings.rate(4, 12) == 1.0
     assert settings.rate(8, 12) == pytest.approx(0.5)
     assert settings.rate(12, 12) == pytest.approx(0.0)
-    assert settings.own_words(6, 12) == pytest.approx(0.4)
