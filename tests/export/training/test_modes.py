@@ -92,7 +92,7 @@ def test_free_running_learns_the_true_tokens_after_its_own(tmp_path: Path) -> No
     batch, model = first_batch(training), untrained_model(training.config, 0)
     total, count = 0.0, 0
     with torch.no_grad():
-        for row in range(16):
+        for row in range(len(batch.source)):
             source, mask = batch.source[row : row + 1], batch.source_mask[row : row + 1]
             read = [training.config.bos_id]
             for token in batch.target_out[row][batch.learned[row]].tolist():
@@ -108,7 +108,9 @@ def test_free_running_learns_the_true_tokens_after_its_own(tmp_path: Path) -> No
 def test_updates_per_token_change_the_weights_after_every_position(tmp_path: Path) -> None:
     settings = {"updates": "token", "clip": 0.5, "warmup": 0, "label_smoothing": 0.1, "learning_rate": 1e-3}
     training = Training(plan("transformer-tiny", **settings), parts(FEW), tmp_path, resume=False)
-    batch, model = first_batch(training), untrained_model(training.config, 0).train()
+    # In double precision: AdamW makes whole steps of rounding errors where a gradient is zero, as for biases of keys.
+    training.trainer.model.double()
+    batch, model = first_batch(training), untrained_model(training.config, 0).double().train()
     optimiser = torch.optim.AdamW(
         [
             {"params": [parameter for parameter in model.parameters() if parameter.ndim > 1], "weight_decay": 0.01},
@@ -129,7 +131,7 @@ def test_updates_per_token_change_the_weights_after_every_position(tmp_path: Pat
         optimiser.step()
     next(training.events())
     for name, parameter in training.trainer.model.named_parameters():
-        torch.testing.assert_close(parameter, dict(model.named_parameters())[name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(parameter, dict(model.named_parameters())[name], rtol=1e-6, atol=1e-9)
     training.trainer.save()
     with safe_open(tmp_path / STATE, framework="pt") as file:
         assert float(file.get_tensor("step.source_embedding.weight")) == n_positions

@@ -24,7 +24,7 @@ SMALL = ["--preset", "transformer-tiny", "--longest", "24", "--vocab-size", "280
 def pairs(tmp_path: Path) -> Path:
     """Return a file of words without blanks, and their spelling."""
     path = tmp_path / "pairs.tsv"
-    path.write_text("".join(f"{pair.source}\t{pair.target}\n" for pair in spelled(60)))
+    path.write_text("".join(f"{pair.source}\t{pair.target}\n" for pair in spelled(80)))
     return path
 
 
@@ -48,7 +48,7 @@ def test_the_example_trains_exports_and_translates(
     separated = read_pairs(out / "validation.tsv")
     assert [pair.source for pair in separated] == [f"{pair.source[:2]} {pair.source[2:]}".strip() for pair in apart]
     assert any(" " in pair.source for pair in separated)
-    assert len(read_pairs(out / "train.tsv")) + len(separated) == 60
+    assert len(read_pairs(out / "train.tsv")) + len(separated) == 80
     # The device translates as the checkpoint does.
     coder = loaded_tokenizer(out / "model" / TOKENIZER)
     sources = [coder.source_ids(pair.source) for pair in separated]
