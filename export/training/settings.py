@@ -134,7 +134,9 @@ class TrainSettings:
     def rate(self, step: int, n_steps: int) -> float:
         """Return the learning rate of a step, counted from 0."""
         # Epochs have equally many steps.
-        peak = self.learning_rate * self.gamma ** (step * self.epochs // n_steps if self.schedule == "step" else 0)
+        peak: float = self.learning_rate * self.gamma ** (
+            step * self.epochs // n_steps if self.schedule == "step" else 0
+        )
         if step < self.warmup:
             return peak * (step + 1) / self.warmup
         if self.schedule == "step":

@@ -100,10 +100,10 @@ def test_as_many_passes_as_tokens_are_the_sequential_form(preset: str, drawn: bo
     assert torch.equal(read[3][:, :4], read[None][:, :4])
 
 
-def test_fewer_passes_than_tokens_are_not() -> None:
+def test_a_single_pass_is_not() -> None:
     model, batch = model_and_batch("transformer")
-    read = {n_passes: OwnWords(n_passes).mixed(model, batch, 1.0).target_in for n_passes in (1, 2, 3, 4, None)}
-    assert [torch.equal(read[n_passes], read[None]) for n_passes in (1, 2, 4)] == [False, False, True]
+    read = {n_passes: OwnWords(n_passes).mixed(model, batch, 1.0).target_in for n_passes in (1, 4, None)}
+    assert [torch.equal(read[n_passes], read[None]) for n_passes in (1, 4)] == [False, True]
 
 
 def test_a_share_of_one_half_replaces_about_half_of_the_words() -> None:

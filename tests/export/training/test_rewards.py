@@ -124,7 +124,7 @@ def test_rewards_alone_improve_what_the_model_writes(tmp_path: Path) -> None:
     # The second half of the training has no other loss.
     settings = {"reward": "token_error_rate", "reward_weight": 1.0, "reward_after": 0.5}
     training = trained(
-        tmp_path / "one", plan("transformer-tiny", epochs=12, learning_rate=3e-3, **settings), parts(320)
+        tmp_path / "one", plan("transformer-tiny", epochs=12, learning_rate=5e-3, **settings), parts(320)
     )
     rewards = [epoch.reward for epoch in training.trainer.progress.epochs]
     assert rewards[:6] == [None] * 6
