@@ -134,9 +134,7 @@ class TrainSettings:
     def rate(self, step: int, n_steps: int) -> float:
         """Return the learning rate of a step, counted from 0."""
         # Epochs have equally many steps.
-        peak: float = self.learning_rate * self.gamma ** (
-            step * self.epochs // n_steps if self.schedule == "step" else 0
-        )
+        peak = self.learning_rate * self.gamma ** (step * self.epochs // n_steps if self.schedule == "step" else 0)
         if step < self.warmup:
             return peak * (step + 1) / self.warmup
         if self.schedule == "step":
@@ -150,7 +148,7 @@ class TrainSettings:
             return 1.0
         if self.ramp == "linear":
             return self.scheduled_sampling * step / n_steps
-        true_share = _EXPONENTIAL_END ** (step / n_steps)
+        true_share: float = _EXPONENTIAL_END ** (step / n_steps)
         if self.ramp == "inverse-sigmoid":
             k = inverse_sigmoid_k(n_steps)
             true_share = k / (k + math.exp(step / k))
