@@ -1,17 +1,19 @@
 """``fatdeploy run``: decodes texts or token ids from the command line or standard input, one line each."""
 
 import logging
+import os
+import stat
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
 
-from fatdeploy.errors import ConfigError, SpecMismatch
+from fatdeploy.errors import ConfigError, FatdeployError, SpecMismatch
 from fatdeploy.runtimes.commands.decode_options import decode_options, popped_changes
 from fatdeploy.runtimes.commands.engine_options import (
     batch_tokens_option,
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
     from fatdeploy.runtimes.model import Model
 
 log = logging.getLogger("fatdeploy")
+
+# Sources to read at a time: from a file enough for several workers, from a pipe few, because its lines may come slowly.
+FROM_FILE, FROM_PIPE = 1024, 64
 
 Item = TypeVar("Item")
 AnyRead = TypeVar("AnyRead")
@@ -67,7 +72,10 @@ Examples:
 @split_option
 @language_options
 @click.option(
-    "--batch-size", default=64, show_default=True, type=click.IntRange(1), help="Number of sources to read at a time."
+    "--batch-size",
+    type=click.IntRange(1),
+    help=f"Number of sources to read at a time (default: {FROM_FILE:,} from a file or the command line, "
+    f"{FROM_PIPE} from a pipe, 1 from a terminal).",
 )
 @batch_tokens_option
 @click.option("--stream", is_flag=True, help="Write each target while it is decoded.")
@@ -89,7 +97,7 @@ def run(
     split: str | None,
     source_language: str | None,
     target_language: str | None,
-    batch_size: int,
+    batch_size: int | None,
     batch_tokens: int | None,
     stream: bool,
     scores: bool,
@@ -131,8 +139,7 @@ def run(
                 output.write_stream(line, model.stream(readable, begin, **changes)) for line, readable in sources
             )
         else:
-            # Lines typed by hand are answered one by one.
-            size = 1 if not texts and sys.stdin.isatty() else batch_size
+            size = batch_size or (FROM_FILE if texts else waiting_lines(sys.stdin))
             # The number of sentences is not known before they are read.
             with decoding_bar(0 if split else len(texts)) as bar:
                 generate = partial(
@@ -210,10 +217,31 @@ def checked(
         yield line, readable
 
 
+def waiting_lines(stream: TextIO) -> int:
+    """Return how many lines to read at a time: those typed by hand are answered one by one."""
+    if stream.isatty():
+        return 1
+    try:
+        mode = os.fstat(stream.fileno()).st_mode
+    except (OSError, ValueError):  # not a file of the system
+        return FROM_PIPE
+    return FROM_FILE if stat.S_ISREG(mode) else FROM_PIPE
+
+
 def batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
-    """Yield lists of ``size`` items, each as soon as it is full."""
-    rest = iter(items)
-    while batch := list(islice(rest, size)):
+    """Yield lists of ``size`` items, each as soon as it is full; an error comes after the items before it."""
+    batch: list[Item] = []
+    try:
+        for item in items:
+            batch.append(item)
+            if len(batch) == size:
+                yield batch
+                batch = []
+    except FatdeployError:
+        if batch:
+            yield batch
+        raise
+    if batch:
         yield batch
 
 

@@ -1,7 +1,10 @@
 """``fatdeploy run``: sources from the command line or standard input, results in order, errors with their place."""
 
 import json
+import os
+import pty
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ from click.testing import CliRunner, Result
 from fatdeploy.bundle import Bundle
 from fatdeploy.cli import main
 from fatdeploy.export.models.eager import EagerEngine
-from fatdeploy.runtimes.commands.run import batches
+from fatdeploy.runtimes.commands.run import batches, waiting_lines
 from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.decoding.options import DecodeOptions
 from tests.support.bundles import bundle_of, model_of
@@ -94,8 +97,22 @@ def test_a_source_that_is_too_long_is_an_error_or_cut_with_truncate() -> None:
 def test_a_line_that_cannot_be_read_is_named_by_its_number(line: bytes, reason: str) -> None:
     result = run(bundle_of(TINY), "--ids", "--batch-size", "2", stdin=b"9 30 12\n40 41\n20\n" + line + b"\n5\n")
     assert (result.exit_code, result.stderr) == (1, f"Error: line 4: {reason}\n")
-    # The complete batches before it are printed.
-    assert result.stdout.splitlines() == lines(expected_tokens(SOURCES[:2]))
+    # All lines before it are answered, though their last batch is not full.
+    assert result.stdout.splitlines() == lines(expected_tokens([[9, 30, 12], [40, 41], [20]]))
+
+
+def test_a_file_is_read_in_larger_parts_than_a_pipe(tmp_path: Path) -> None:
+    file = tmp_path / "sources.txt"
+    file.write_text("9 30 12\n")
+    with file.open() as stream:
+        assert waiting_lines(stream) == 1024
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as stream, os.fdopen(writing, "w"):
+        assert waiting_lines(stream) == 64
+    assert waiting_lines(StringIO("9 30 12\n")) == 64
+    first, second = pty.openpty()
+    with os.fdopen(second) as stream, os.fdopen(first, "w"):
+        assert waiting_lines(stream) == 1
 
 
 def test_text_for_a_bundle_without_a_tokenizer_asks_for_ids() -> None:
