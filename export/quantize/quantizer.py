@@ -21,7 +21,7 @@ from fatdeploy.export.quantize.gate import Gate, Judgement, material_of
 from fatdeploy.export.quantize.integers import Floats
 from fatdeploy.export.quantize.matrices import OUTPUT
 from fatdeploy.export.quantize.planning.form_search import FormSearch
-from fatdeploy.export.quantize.planning.plan import Option, Plan, planned
+from fatdeploy.export.quantize.planning.plan import Option, Plan, planned, refined
 from fatdeploy.export.quantize.precisions import (
     Graphs,
     matrices_of,
@@ -110,6 +110,7 @@ class Quantizer:
         self._reference, self._trial = reference, trial
         self.model, self.graphs, self.manifest, self.request, self.stage = model, graphs, manifest, trial.request, stage
         self._standard = not manifest.branches
+        self._written: tuple[Plan, Quantization] | None = None  # what is in the folder
         self.matrices = matrices_of(graphs, model.spec)
         self.precisions = precisions_of(self.matrices, trial.request.precision, trial.request.of)
         stage(f"asking the reference about {len(trial.probes)} probes")
@@ -123,23 +124,33 @@ class Quantizer:
         asked = {name: self._asked(name, choices) for name, choices in self.options.items()}
         if not enforced:
             return self._judged(folder, planned(asked, np.inf))
-        plan = planned(asked, np.inf)
+        plan, coarser = planned(asked, np.inf), None
         for left in reversed(range(ATTEMPTS)):
-            quantization = self._write(folder, plan)
-            with closing(_opened(folder, self.manifest, quantization)) as engine:
-                share = self.gate.forced_share(engine)
-                following = self._following(asked, plan, share, is_last=left == 1) if left else None
-                if following is not None and not self._has_room(share) and not self._is_enough(share, plan, following):
-                    self.stage(f"{share:.2%} of the tokens are the reference's: planning again")
-                    plan = following
-                    continue
-                judged = self._judgement(engine, plan, quantization)
+            share = self._share(folder, plan)
+            following = self._following(asked, plan, share, is_last=left == 1) if left else None
+            if following is not None and not self._has_room(share) and not self._is_enough(share, plan, following):
+                self.stage(f"{share:.2%} of the tokens are the reference's: planning again")
+                coarser, plan = plan, following
+                continue
+            if coarser is not None and self._has_room(share):
+                plan = refined(asked, plan, coarser, lambda middle: self._is_safe(folder, middle))
+            judged = self._judged(folder, plan)
             if judged.judgement.passes(self.request.bar, self.request.least_agreement):
                 return replace(judged, quantization=replace(judged.quantization, enforced=True))
             if following is None:
                 break
-            plan = following
+            coarser, plan = None, following
         raise self._refusal(judged)
+
+    def _share(self, folder: Path, plan: Plan) -> float:
+        """Return how many of the reference's tokens the bundle of a plan chooses."""
+        with closing(_opened(folder, self.manifest, self._write(folder, plan))) as engine:
+            return self.gate.forced_share(engine)
+
+    def _is_safe(self, folder: Path, plan: Plan) -> bool:
+        share = self._share(folder, plan)
+        self.stage(f"{share:.2%} of the tokens are the reference's in a cheaper plan")
+        return self._has_room(share)
 
     @property
     def _counts_bytes(self) -> bool:
@@ -230,7 +241,9 @@ class Quantizer:
         return Judged(self.gate.judged(engine), quantization, rows, tuple(kept), difference)
 
     def _write(self, folder: Path, plan: Plan) -> Quantization:
-        """Write the quantized graphs and their weights; return how each matrix is stored."""
+        """Write the quantized graphs and their weights, unless they are there; return how each matrix is stored."""
+        if self._written is not None and self._written[0] is plan:
+            return self._written[1]
         self.stage("quantizing")
         recipes = {name: option.recipe for name, option in plan.choices.items()}
         tied = next((matrix.name for matrix in self.matrices if matrix.tied), None)
@@ -256,7 +269,9 @@ class Quantizer:
         self._written_recipes = recipes
         write_saturation_probe(folder / SATURATION, bits)
         kinds = {matrix.name: recipes[matrix.name].kind for matrix in self.matrices}
-        return Quantization(self.request.cpu, bits, {**kinds, EMBEDDING: embedding.precision}, enforced=False)
+        quantization = Quantization(self.request.cpu, bits, {**kinds, EMBEDDING: embedding.precision}, enforced=False)
+        self._written = plan, quantization
+        return quantization
 
     def _table_recipe(self, part: str, recipe: MatrixRecipe) -> MatrixRecipe:
         """Return how a graph's tables are stored: like the tied matrix if they are that matrix."""

@@ -1,6 +1,6 @@
 """Which form each matrix gets: the cheapest ones whose errors together stay within a budget."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fatdeploy.export.quantize.recipe import MatrixRecipe
@@ -10,6 +10,8 @@ NOISE = 1.05
 # Steps of the search for the price of an error, each of which halves the logarithm of its range.
 SEARCH_STEPS = 60
 DEAREST, CHEAPEST = 1e30, 1e-30
+# How often a plan between two others is tried, and how much dearer the safe one must be.
+TRIALS, WORTH_A_TRIAL = 3, 1.03
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +64,21 @@ def planned(options: Mapping[str, Sequence[Option]], budget: float) -> Plan:
         middle = (low * high) ** 0.5
         low, high = (low, middle) if _at_price(options, middle).error <= budget else (middle, high)
     return _spent(options, _at_price(options, high), budget)
+
+
+def refined(
+    options: Mapping[str, Sequence[Option]], plan: Plan, coarser: Plan, is_safe: Callable[[Plan], bool]
+) -> Plan:
+    """Return the cheapest safe plan that a few trials find between a safe plan and a coarser one that is not."""
+    for _ in range(TRIALS):
+        middle = planned(options, (plan.error * coarser.error) ** 0.5)
+        if not coarser.cost < middle.cost < plan.cost or plan.cost < WORTH_A_TRIAL * coarser.cost:
+            break
+        if is_safe(middle):
+            plan = middle
+        else:
+            coarser = middle
+    return plan
 
 
 def _spent(options: Mapping[str, Sequence[Option]], plan: Plan, budget: float) -> Plan:

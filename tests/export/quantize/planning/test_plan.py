@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from fatdeploy.export.quantize.planning.plan import Option, planned, worthwhile
+from fatdeploy.export.quantize.planning.plan import Option, Plan, planned, refined, worthwhile
 from fatdeploy.export.quantize.recipe import FLOATS
 
 
@@ -61,3 +61,40 @@ def test_what_is_left_of_a_budget_is_spent_where_it_saves_most() -> None:
     options = {"large": [option(0, 100), option(10, 50)], "a": [option(0, 9), option(3, 6)], "b": [option(0, 8)]}
     plan = planned(options, 5.0)
     assert {name: entry.error for name, entry in plan.choices.items()} == {"large": 0, "a": 3, "b": 0}
+
+
+LADDER = {"a": [option(2.0**-step, 100.0 + 10 * step) for step in range(9)]}
+
+
+def rung(step: int) -> Plan:
+    return Plan({"a": LADDER["a"][step]})
+
+
+@pytest.mark.parametrize("safe_from", [1, 3, 4, 5, 8])
+def test_a_cheaper_plan_is_found_between_a_safe_one_and_one_that_is_not(safe_from: int) -> None:
+    tried: list[float] = []
+
+    def is_safe(plan: Plan) -> bool:
+        tried.append(plan.cost)
+        return plan.cost >= 100 + 10 * safe_from
+
+    plan = refined(LADDER, rung(8), rung(0), is_safe)
+    assert plan.cost == 100 + 10 * safe_from
+    assert (
+        tried
+        == {1: [140, 120, 110], 3: [140, 120, 130], 4: [140, 120, 130], 5: [140, 160, 150], 8: [140, 160, 170]}[
+            safe_from
+        ]
+    )
+
+
+def test_a_safe_plan_that_is_hardly_dearer_is_taken_as_it_is() -> None:
+    options = {"a": [option(8, 100), option(4, 101), option(1, 102)]}
+    safe, coarser = (Plan({"a": options["a"][place]}) for place in (2, 0))
+    assert refined(options, safe, coarser, lambda _: pytest.fail("tried a plan")) is safe
+
+
+def test_without_a_plan_between_two_none_is_tried() -> None:
+    options = {"a": [option(8, 100), option(1, 200)]}
+    safe, coarser = (Plan({"a": options["a"][place]}) for place in (1, 0))
+    assert refined(options, safe, coarser, lambda _: pytest.fail("tried a plan")) is safe
