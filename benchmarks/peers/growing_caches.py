@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from benchmarks.peers.growing_caches_decoding import DECODER, ENCODER, SPEC
 from fatdeploy.export.reference.attention import LayerState, Scores, Visible, merge_heads, split_heads
-from fatdeploy.export.reference.decoder import DecoderState, SourceMemory
+from fatdeploy.export.reference.cross.attention import SourceMemory
+from fatdeploy.export.reference.decoder import DecoderState
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.seams import Added, Position, Seams, speaking
 from fatdeploy.folders import replaced_folder

@@ -11,6 +11,7 @@ from benchmarks.readme.integer_tables import agreement_table, integer_fidelity_t
 from benchmarks.readme.other_tables import export_lines, g2p_lines, load_lines, loop_table, reference_table
 from benchmarks.readme.phrases import ENGINES, STEP
 from benchmarks.readme.pictures import architecture_picture, speed_picture
+from benchmarks.readme.published_table import published_table
 from benchmarks.readme.real_tables import real_export_lines, real_speed_table
 
 Table = Callable[[dict[str, Any]], str]
@@ -34,6 +35,7 @@ PAGES: dict[str, dict[str, dict[str, Table]]] = {
         "export": {"export_time.json": export_lines},
         "reference": {"reference_greedy.json": reference_table},
     },
+    "docs/models.md": {"published": {"published.json": published_table}},
     "docs/quantize.md": {
         "real-fidelity": {"real_quantized.json": integer_fidelity_table},
         "agreement": {"real_agreement.json": agreement_table},

@@ -58,10 +58,11 @@ def parts_of(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
 
 def quantization_parts(parts: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
     """Return the entries to calibrate and judge a quantization with: the first words, by hash, of two parts."""
-    return {name: _of_first_words(parts[part], count) for name, (part, count) in QUANTIZATION.items()}
+    return {name: first_words(parts[part], count) for name, (part, count) in QUANTIZATION.items()}
 
 
-def _of_first_words(entries: list[Entry], count: int) -> list[Entry]:
+def first_words(entries: list[Entry], count: int) -> list[Entry]:
+    """Return the entries of the first words by hash."""
     first = set(_by_hash(entries)[:count])
     return [entry for entry in entries if entry[0] in first]
 

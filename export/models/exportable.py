@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from fatdeploy.errors import ConfigError, in_one_line
-from fatdeploy.export.reference.decoder import DecoderState, SourceMemory
+from fatdeploy.export.reference.cross.attention import SourceMemory
+from fatdeploy.export.reference.decoder import DecoderState
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.seams import Position, seams
 from fatdeploy.spec import AlignmentSpec, ModelSpec
@@ -156,7 +157,7 @@ class ExportableReference(Exportable):
 
     def _memory(self, memory: Memory) -> SourceMemory:
         config, used = self.inner.config, memory.tensors[: len(self.spec.memory)]
-        starts = self._by_layer(memory.tensors[len(self.spec.memory) :]) if config.recurrent_decoder else []
+        starts = self._by_layer(memory.tensors[len(self.spec.memory) :]) if config.starts_from_source else []
         if config.decoder_attention == "fully_connected":
             return SourceMemory(memory.source, memory.mask, contexts=self._by_layer(used), starts=starts)
         contexts: list[Tensors] = [()] * config.decoder_layers

@@ -106,16 +106,49 @@ class Scores(nn.Module):
 
 
 @dataclass(frozen=True)
+class Distances:
+    """Vectors per distance of a key from a query, P of them, which are added to keys and to values."""
+
+    keys: Tensor  # [H, P, D]
+    values: Tensor  # [H, P, D]
+    places: Tensor  # [I, J, P], 1 at the place of a pair's distance, else 0
+
+    def scores(self, queries: Tensor) -> Tensor:
+        """Return what the vectors add to scores, [B, H, I, J], of queries [B, H, I, D]."""
+        return torch.einsum("bhip,ijp->bhij", queries @ self.keys.transpose(-1, -2), self.places)
+
+    def mixed(self, weights: Tensor) -> Tensor:
+        """Return what the vectors add to attended values, [B, H, I, D], with weights [B, H, I, J]."""
+        return torch.einsum("bhij,ijp->bhip", weights, self.places) @ self.values
+
+
+@dataclass(frozen=True)
 class Visible:
     """Which keys each query sees, and what is added to its scores; computed once for all layers of a stack."""
 
     allowed: Tensor  # bool, broadcasts to [B, H, I, J]
     relative: Tensor | None  # [H, I, J]
     causal: bool = False  # only the future is hidden
+    distances: Distances | None = None
 
     def weights(self, scores: Tensor) -> Tensor:
         """Return the weights of scores [B, H, I, J]."""
         return masked_softmax(scores if self.relative is None else scores + self.relative, self.allowed)
+
+
+def attended(
+    qkv: tuple[Tensor, Tensor, Tensor], scores: Scores, visible: Visible, dropout: nn.Dropout | None = None
+) -> Tensor:
+    """Return attention [B, I, M] of queries [B, H, I, D] to keys and values [B, H, J, D]."""
+    queries, keys, values = qkv
+    products, distances = scores(queries, keys), visible.distances
+    if distances is not None:
+        products = products + distances.scores(queries * scores.scale)
+    weights = visible.weights(products)
+    if dropout is not None:
+        weights = dropout(weights)
+    mixed = weights @ values
+    return merge_heads(mixed if distances is None else mixed + distances.mixed(weights))
 
 
 class FeatureMap(nn.Module):

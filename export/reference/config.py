@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
 from fatdeploy.errors import ConfigError, in_one_line
-from fatdeploy.export.reference.config_rules import AT_LEAST, wrong_recurrence, wrong_value
+from fatdeploy.export.reference.config_rules import (
+    AT_LEAST,
+    wrong_fast_layers,
+    wrong_fully_connected,
+    wrong_recurrence,
+    wrong_value,
+)
 
 HeadMask = Literal["local", "strided", "global_tokens"]
 EncoderAttentionKind = Literal[
@@ -25,13 +31,13 @@ EncoderAttentionKind = Literal[
     "gru",
 ]
 DecoderAttentionKind = Literal[
-    "scaled_dot", "dot", "additive", "local", "linear", "full", "lstm", "gru", "fully_connected"
+    "scaled_dot", "dot", "additive", "local", "linear", "full", "lstm", "gru", "fully_connected", "none"
 ]
 CrossAttentionKind = Literal["scaled_dot", "dot", "additive", "fast_fc", "none"]
 RecurrentKind = Literal["lstm", "gru"]
 Features = Literal["elu", "softmax", "random", "performer"]
 FcSoftmax = Literal["tanh", "tanh_bounded", "softmax"]
-Relative = Literal["none", "table", "angle"]
+Relative = Literal["none", "table", "angle", "matrix"]
 Direction = Literal["both", "left_to_right", "right_to_left"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "swish"]
 EmbeddingNorm = Literal["none", "before", "after"]
@@ -78,6 +84,8 @@ class ModelConfig:
     biases: bool = True  # of attentions and feed-forward networks
     activation: Activation = "relu"
     gated: bool = False
+    ffn_skip: bool = False  # the second matrix of the feed-forward network reads its input too
+    attention_relu: bool = False  # after the residual connection of every attention
     inner_width: int = 0  # of all heads together; 0 is width
     decoder_heads: int = 0  # 0 is heads
     decoder_ffn_width: int = 0  # 0 is ffn_width
@@ -103,12 +111,16 @@ class ModelConfig:
     decoder_attention: DecoderAttentionKind = "scaled_dot"
     cross_attention: CrossAttentionKind = "scaled_dot"
     fc_softmax: FcSoftmax = "tanh_bounded"
+    fc_keys: Literal["encoder", "embedded"] = "encoder"
+    fc_table: Literal["source", "vocabulary"] = "source"
+    fc_scale: bool = True
     cross_wiring: Literal["last", "matched"] = "last"
 
     positions: Literal["sinusoidal", "learned", "none"] = "sinusoidal"
     relative: Relative = "none"
     relative_window: int = 16
     relative_each_layer: bool = False
+    relative_self: bool = True  # whether a position has a relative term with itself
     positional_mlp: int = 0
 
     head: Literal["linear", "mlp", "dense_norm"] = "linear"
@@ -118,6 +130,7 @@ class ModelConfig:
     target_order: Literal["left_to_right", "right_to_left"] = "left_to_right"
     hybrid: bool = False
     hybrid_threshold: float = 0.5
+    hybrid_skips: Literal["cross", "layer"] = "cross"
 
     def __post_init__(self) -> None:
         # Combinations are only checked if every value is legal: a wrong type would break the comparisons.
@@ -155,6 +168,16 @@ class ModelConfig:
     def recurrent_decoder(self) -> bool:
         """Whether the decoder is a stack of recurrent layers, which starts from the source."""
         return self.decoder_attention in _RECURRENT
+
+    @property
+    def starts_from_source(self) -> bool:
+        """Whether the state before the first token comes from the source."""
+        return self.recurrent_decoder or self.decoder_attention == "none"
+
+    @property
+    def reads_source(self) -> bool:
+        """Whether the decoder reads the ids of the source."""
+        return self.hybrid or self.copy or self.fc_table == "vocabulary"
 
     @property
     def has_caches(self) -> bool:
@@ -275,6 +298,7 @@ class ModelConfig:
                 f"found {self.encoder_layers} and {self.decoder_layers}"
             )
         reasons += [*self._wrong_projections(), *wrong_recurrence(self)]
+        reasons += [*wrong_fully_connected(self), *wrong_fast_layers(self)]
         if self.relative_each_layer and self.relative == "none":
             reasons.append("relative_each_layer: needs relative scores, found relative = none")
         if self.positional_mlp and self.positions == "none":

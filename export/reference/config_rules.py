@@ -1,4 +1,4 @@
-"""Rules of a configuration that concern single values, and those of recurrent layers. Imports no torch."""
+"""Rules of a configuration: single values, and parts of a model that restrict others. Imports no torch."""
 
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
@@ -60,4 +60,51 @@ def wrong_recurrence(config: "ModelConfig") -> list[str]:
         reasons.append("cross_wiring: a recurrent decoder has one cross-attention, use last")
     if config.recurrent_decoder and config.hybrid:
         reasons.append("hybrid: skips the cross-attention of layers, which recurrent decoders do not have")
+    return reasons
+
+
+def wrong_fully_connected(config: "ModelConfig") -> list[str]:
+    """Return why choices of Fast Fully Connected Softmax and of the hybrid pass do not go together with others."""
+    reasons, cross, attention = [], config.cross_attention, config.decoder_attention
+    if cross != "fast_fc":
+        changed = {
+            "fc_keys": config.fc_keys != "encoder",
+            "fc_table": config.fc_table != "source",
+            "fc_scale": not config.fc_scale,
+            "decoder_attention": attention == "none",
+        }
+        reasons += [
+            f"{name}: {getattr(config, name)} needs cross_attention = fast_fc, found {cross}"
+            for name, is_changed in changed.items()
+            if is_changed
+        ]
+    if config.hybrid_skips == "layer" and not config.hybrid:
+        reasons.append("hybrid_skips: layer needs the hybrid forward pass, found hybrid = False")
+    elif config.hybrid_skips == "layer" and attention not in ("linear", "none"):
+        reasons.append(
+            "hybrid_skips: a layer that does not run leaves no keys for later positions, and decoder_attention = "
+            f"{attention} needs those of all; use linear or none"
+        )
+    return reasons
+
+
+def wrong_fast_layers(config: "ModelConfig") -> list[str]:
+    """Return why choices of FAST's layers do not go together with others."""
+    reasons = []
+    if config.relative == "matrix":
+        attentions = {"encoder_attention": config.encoder_attention, "decoder_attention": config.decoder_attention}
+        reasons += [
+            f"relative: matrix adds vectors to keys, which {name} = {value} does not multiply with queries"
+            for name, value in attentions.items()
+            if value in ("additive", "slow")
+        ]
+    if not config.relative_self and config.relative == "none":
+        reasons.append("relative_self: needs relative scores, found relative = none")
+    if config.ffn_skip:
+        widths = {"ffn_width": config.ffn_width, "decoder_ffn_width": config.decoder_ffn_width or config.ffn_width}
+        reasons += [
+            f"ffn_skip: FFN(h) + h needs {name} = width = {config.width}, found {value}"
+            for name, value in widths.items()
+            if value != config.width
+        ]
     return reasons

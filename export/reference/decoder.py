@@ -4,35 +4,15 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from fatdeploy.export.reference.attention import (
-    FeatureMap,
-    LayerState,
-    Scores,
-    Visible,
-    masked_softmax,
-    split_heads,
-)
+from fatdeploy.export.reference.attention import FeatureMap, LayerState, Scores, Visible
 from fatdeploy.export.reference.config import ModelConfig
+from fatdeploy.export.reference.cross.attention import CrossAttention, SourceMemory
+from fatdeploy.export.reference.cross.fast_fc import FastFullyConnected, PreviousState
 from fatdeploy.export.reference.layers import FeedForward, Residual, SelfAttention, norm_of
-from fatdeploy.export.reference.positions import layer_relative, stack_relative
-from fatdeploy.export.reference.seams import Added, Outputs, Position, seams
-
-NOTHING = torch.empty(0)
-
-
-@dataclass
-class SourceMemory:
-    """All that the decoder needs from the source; keys and values are projected once, not per step or beam."""
-
-    source: Tensor = NOTHING  # [B, S] ids
-    valid: Tensor = NOTHING  # [B, S], True = a real token
-    keys: list[Tensor] = field(default_factory=list)  # per attention to the source, [B, H, S, D]
-    values: list[Tensor] = field(default_factory=list)
-    contexts: list[LayerState] = field(default_factory=list)  # per recurrent layer, what each step reads, [B, M]
-    starts: list[LayerState] = field(default_factory=list)  # per recurrent layer, its state before the first token
-    length_logits: Tensor | None = None  # [B, max_target], only for parallel models with a length head
+from fatdeploy.export.reference.positions import layer_relative, stack_relative, with_relative
+from fatdeploy.export.reference.recurrent.encoder import context_of
+from fatdeploy.export.reference.seams import Outputs, Position, seams
 
 
 @dataclass
@@ -50,8 +30,9 @@ class Call:
     at: Tensor  # [t] or [R, t] positions of the call
     keys_at: Tensor  # [J] positions of the keys
     visible: Visible  # target positions [R or 1, 1, t, J]
-    gate: Tensor | None  # [R, t, 1] of the hybrid forward pass, 1 = open, 0 = closed; None without one
+    gate: Tensor | None  # [R, t, 1], 0 where the hybrid pass skips cross-attentions; None if it skips none
     weights_of: frozenset[int]  # the layers whose cross weights are wanted
+    runs: Tensor | None = None  # [R, t, 1], 0 where the hybrid pass skips whole layers; None if it skips none
 
 
 def allowed_keys(config: ModelConfig, at: Tensor, j: Tensor, tokens: Tensor) -> Tensor:
@@ -90,119 +71,49 @@ class RecurrentAttention(SelfAttention):
         self.features = FeatureMap(config, config.target_heads)
 
     def forward(self, x: Tensor, state: LayerState, call: Call, position: Position) -> tuple[Tensor, LayerState]:  # noqa: ARG002
-        mixed, state = seams().attend_recurrent(self.qkv(x), self.features, self.heads, state)
+        mixed, state = seams().attend_recurrent(self.qkv(x), self.features, self.heads, state, call.runs)
         return self.out(mixed), state
 
 
-class CrossAttention(nn.Module):
-    """``scaled_dot``, ``dot`` or ``additive`` attention of the target to the source."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.heads = config.target_heads.count
-        self.q = nn.Linear(config.width, config.attention_width, config.biases)
-        self.kv = nn.Linear(config.width, 2 * config.attention_width, config.biases)
-        self.out = nn.Linear(config.attention_width, config.width, config.biases)
-        self.scores = Scores(config.cross_attention, config.target_heads)
-        self.plain = True  # a softmax of the scores plus ``added``
-        self.dropout = nn.Dropout(config.dropout)
-
-    def project(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values [B, H, S, D] of an encoder output."""
-        k, v = (split_heads(part, self.heads) for part in self.kv(encoded).chunk(2, -1))
-        return k, v
-
-    def added(self, at: Tensor) -> Added | None:  # noqa: ARG002
-        """Return what is added to the scores before the softmax, if anything."""
-        return None
-
-    def weigh(self, queries: Tensor, keys: Tensor, real: Tensor, at: Tensor) -> Tensor:  # noqa: ARG002
-        """Return the weights [B, H, n, t, S] of queries at the target positions ``at``, [t] or [R, t]."""
-        return masked_softmax(self.scores(queries, keys), real)
-
-    def mix(self, x: Tensor, attended: Tensor) -> Tensor:  # noqa: ARG002
-        """Return the sub-layer's output from the attended values."""
-        mixed: Tensor = self.out(attended)
-        return mixed
-
-    def forward(self, x: Tensor, memory: SourceMemory, layer: int, at: Tensor, weigh: bool) -> Outputs:
-        """Return output [R, t, M] and, with ``weigh``, weights [R, H, t, S]; n rows share the memory of a source."""
-        q, keys, values = self.q(x), memory.keys[layer], memory.values[layer]
-        if self.plain and not weigh:
-            fused = seams().attend_memory(q, (keys, values), self.scores, memory.valid, self.added(at))
-            if fused is not None:
-                return (self.mix(x, fused),)
-        queries = seams().by_source(q, memory.valid)  # [B, n, t, M]
-        queries = queries.view(*queries.shape[:-1], self.heads, -1).permute(0, 3, 1, 2, 4)
-        weights = self.weigh(queries, keys[:, :, None], memory.valid[:, None, None, None, :], at)
-        attended = (self.dropout(weights) @ values[:, :, None]).permute(0, 2, 3, 1, 4)  # [B, n, t, H, D]
-        y = self.mix(x, seams().by_row(attended, q))
-        return (y, seams().weights_by_row(weights, x, memory.valid)) if weigh else (y,)
-
-
-class FastFullyConnected(CrossAttention):
-    """Fast Fully Connected Softmax: a learned score per pair of positions, tanh weights, a gate, no output bias."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        self.form = config.fc_softmax
-        self.plain = self.form == "softmax"
-        self.position_scores = nn.Parameter(torch.zeros(config.max_target, config.max_source))
-        self.head_bias = nn.Parameter(torch.zeros(self.heads))
-        self.gate = nn.Linear(config.width, config.width)
-        self.out = nn.Linear(config.width, config.width, bias=False)
-
-    def added(self, at: Tensor) -> Added:
-        # A head's bias is the same for all keys, so it does not change a softmax.
-        return Added(self.position_scores, at)
-
-    def weigh(self, queries: Tensor, keys: Tensor, real: Tensor, at: Tensor) -> Tensor:
-        bias = functional.embedding(at, self.position_scores)[..., : keys.shape[-2]]  # [t, S] or [R, t, S]
-        if at.ndim > 1:
-            bias = seams().by_source(bias, real)[:, None]  # [B, 1, n, t, S]
-        scores = self.scores(queries, keys) + (bias + self.head_bias[:, None, None, None])
-        if self.form == "softmax":
-            return masked_softmax(scores, real)
-        shown = scores.masked_fill(~real, -torch.inf)
-        if self.form == "tanh":
-            shrink = (-shown.logsumexp(-1, keepdim=True)).exp()
-        else:
-            # 1 / (1 + Σ exp) is the softmax weight of an additional score of 0. It comes first, so that the softmax
-            # sums the others in the same order, however many keys are padding.
-            shrink = functional.pad(shown, (1, 0)).softmax(-1)[..., :1]
-        # The mask comes after the tanh: tanh(-inf) is -1, not 0.
-        weights: Tensor = scores.tanh() * shrink * real
-        return weights
-
-    def mix(self, x: Tensor, attended: Tensor) -> Tensor:
-        gated: Tensor = self.out(self.gate(x).sigmoid() * attended)
-        return gated
-
-
 class DecoderLayer(nn.Module):
-    """Self-attention, cross-attention, feed-forward network."""
+    """Self-attention or the position before, cross-attention, feed-forward network."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.self_residual, self.cross_residual = Residual(config), Residual(config)
-        self.attention = (RecurrentAttention if config.decoder_attention == "linear" else CachedAttention)(config)
+        self.cross_residual = Residual(config, relu=config.attention_relu)
+        self.previous = PreviousState(config) if config.decoder_attention == "none" else None
+        self.attention: RecurrentAttention | CachedAttention | None = None
+        if self.previous is None:
+            self.self_residual = Residual(config, relu=config.attention_relu)
+            self.attention = (RecurrentAttention if config.decoder_attention == "linear" else CachedAttention)(config)
         self.cross = (FastFullyConnected if config.cross_attention == "fast_fc" else CrossAttention)(config)
         self.ffn = FeedForward(config, config.decoder_ffn_width or config.ffn_width)
         self.relative = layer_relative(config, config.target_heads, config.max_target)
 
-    def attend_self(self, x: Tensor, state: LayerState, call: Call, position: Position) -> tuple[Tensor, LayerState]:
-        """Return x after self-attention, and the layer's next state."""
-        if self.relative is not None:
-            call = replace(call, visible=replace(call.visible, relative=self.relative(call.at, call.keys_at)))
-        y, state = self.attention(self.self_residual.enter(x), state, call, position)
-        return self.self_residual.leave(x, y), state
+    def forward(
+        self, x: Tensor, state: LayerState, memory: SourceMemory, layer: int, call: Call, position: Position
+    ) -> tuple[Tensor, Tensor | None, LayerState]:
+        """Return x after the layer, its cross weights if wanted, and its next state."""
+        if self.attention is not None:
+            call = replace(call, visible=with_relative(call.visible, self.relative, call.at, call.keys_at))
+            y, state = self.attention(self.self_residual.enter(x), state, call, position)
+            x = self.self_residual.leave(x, y)
+        h, asking = self.cross_residual.enter(x), None
+        if self.previous is not None:
+            # A call on a whole target has no state, and starts from the source.
+            asking, state = self.previous(h, state or memory.starts[layer], call.runs)
+        crossed, weights = self._attend_source((h, asking), memory, layer, call)
+        mixed: Tensor = self.ffn(self.cross_residual.leave(x, crossed))
+        return mixed, weights, state
 
-    def attend_source(self, x: Tensor, memory: SourceMemory, layer: int, call: Call) -> tuple[Tensor, Tensor | None]:
-        """Return x after cross-attention, and its weights if wanted; it adds exactly 0 where the gate is closed."""
-        h, gate, weigh = self.cross_residual.enter(x), call.gate, layer in call.weights_of
+    def _attend_source(
+        self, inputs: tuple[Tensor, Tensor | None], memory: SourceMemory, layer: int, call: Call
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return what cross-attention adds, and its weights if wanted: exactly 0 where the gate is closed."""
+        (h, asking), gate, weigh = inputs, call.gate, layer in call.weights_of
 
         def act() -> Outputs:
-            outputs: Outputs = self.cross(h, memory, layer, call.at, weigh)
+            outputs: Outputs = self.cross(h, memory, layer, call.at, weigh, asking)
             return outputs
 
         def blank() -> Outputs:
@@ -212,11 +123,11 @@ class DecoderLayer(nn.Module):
 
         outputs = act() if gate is None else seams().unless(gate.amax((0, 1, 2)) == 0, act, blank)
         if outputs is None:
-            return self.cross_residual.leave(x, None), None
+            return None, None
         if gate is not None:
             # A closed row has the same output and weights whether or not other rows made the sub-layer run.
             outputs = outputs[0] * gate, *(weights * gate[:, None] for weights in outputs[1:])
-        return self.cross_residual.leave(x, outputs[0]), outputs[1] if weigh else None
+        return outputs[0], outputs[1] if weigh else None
 
 
 class Decoder(nn.Module):
@@ -229,14 +140,20 @@ class Decoder(nn.Module):
         self.norm = norm_of(config) if config.norm == "pre" else None
         self.relative = stack_relative(config, config.target_heads, config.max_target)
 
-    def project(self, encoded: list[Tensor]) -> SourceMemory:
+    def project(self, encoded: list[Tensor], embedded: Tensor, valid: Tensor) -> SourceMemory:
         """Return every layer's cross keys and values, from the encoder outputs that ``cross_wiring`` selects."""
         inputs = encoded if self.config.cross_wiring == "matched" else encoded * len(self.layers)
-        pairs = [layer.cross.project(output) for layer, output in zip(self.stack(), inputs, strict=True)]
-        return SourceMemory(keys=[keys for keys, _ in pairs], values=[values for _, values in pairs])
+        pairs = [layer.cross.project(output, embedded) for layer, output in zip(self.stack(), inputs, strict=True)]
+        starts: list[LayerState] = []
+        if self.config.starts_from_source:
+            context = context_of(self.config, encoded[-1], valid)
+            starts = [(layer.previous.start(context).tanh(),) for layer in self.stack() if layer.previous is not None]
+        return SourceMemory(keys=[keys for keys, _ in pairs], values=[values for _, values in pairs], starts=starts)
 
     def start(self, memory: SourceMemory, capacity: int) -> DecoderState:
-        """Return the state before the first token: caches for ``capacity`` positions, or zero sums."""
+        """Return the state before the first token: caches for ``capacity`` positions, zero sums, or a start."""
+        if memory.starts:
+            return DecoderState(0, list(memory.starts))
         rows, like, config = len(memory.valid), self.stack()[0].ffn.out.weight, self.config
         heads, width, features = config.target_heads.count, config.target_heads.width, config.feature_width
         shapes: list[tuple[int, ...]] = [(rows, heads, capacity, width)] * 2
@@ -250,31 +167,67 @@ class Decoder(nn.Module):
         """Return what the layers share in a call on tokens [R, t]."""
         steps, config = tokens.shape[1], self.config
         at = positions_of(tokens, state)
-        cached = bool(state.layers[0]) and config.decoder_attention != "linear"
+        cached = bool(state.layers[0]) and config.has_caches
         capacity = state.layers[0][0].shape[2] if cached else steps
         j = torch.arange(seams().n_keys(state.position, steps, capacity), device=tokens.device)
         visible = Visible(
             allowed=allowed_keys(config, at, j, tokens),
-            relative=None if self.relative is None else self.relative(at, j),
+            relative=None,
             causal=config.decoder_attention in ("scaled_dot", "dot", "additive"),
         )
+        visible = with_relative(visible, self.relative, at, j)
+        if config.hybrid_skips == "layer":
+            return Call(at, j, visible, None, weights_of, runs=gate)
         return Call(at, j, visible, gate, weights_of)
 
     def forward(
         self, x: Tensor, state: DecoderState, memory: SourceMemory, call: Call
     ) -> tuple[Tensor, dict[int, Tensor], DecoderState]:
         """Return hidden states [R, t, M], wanted cross weights [R, H, t, S] of layers that ran, the next state."""
+        run = self._through if call.runs is None else self._where_it_runs
+        x, cross_weights, layers = run(x, state, memory, call)
+        hidden = x if self.norm is None else self.norm(x)
+        return hidden, cross_weights, DecoderState(state.position + call.at.shape[-1], layers)
+
+    def _through(
+        self, x: Tensor, state: DecoderState, memory: SourceMemory, call: Call
+    ) -> tuple[Tensor, dict[int, Tensor], list[LayerState]]:
+        """Return x after all layers, wanted cross weights, and the layers' next states."""
         cross_weights: dict[int, Tensor] = {}
         next_layers = []
         for index, layer in enumerate(self.stack()):
-            x, layer_state = layer.attend_self(x, state.layers[index], call, state.position)
-            x, weights = layer.attend_source(x, memory, index, call)
+            x, weights, layer_state = layer(x, state.layers[index], memory, index, call, state.position)
             if weights is not None:
                 cross_weights[index] = weights
-            x = layer.ffn(x)
             next_layers.append(layer_state)
-        hidden = x if self.norm is None else self.norm(x)
-        return hidden, cross_weights, DecoderState(state.position + call.at.shape[-1], next_layers)
+        return x, cross_weights, next_layers
+
+    def _where_it_runs(
+        self, x: Tensor, state: DecoderState, memory: SourceMemory, call: Call
+    ) -> tuple[Tensor, dict[int, Tensor], list[LayerState]]:
+        """As ``_through``, but skipped positions keep x and leave no state; if all are skipped, nothing runs."""
+        runs, wanted = call.runs, sorted(call.weights_of)
+        assert runs is not None  # noqa: S101
+        past = [tensor for layer in state.layers for tensor in layer]
+
+        def act() -> Outputs:
+            y, weights, layers = self._through(x, state, memory, call)
+            return (y, *(weights[layer] for layer in wanted), *(tensor for layer in layers for tensor in layer))
+
+        def blank() -> Outputs:
+            heads, width = memory.keys[0].shape[1], memory.valid.shape[1]
+            weights = [x.new_zeros(x.shape[0], heads, x.shape[1], width) for _ in wanted]
+            return (x.clone(), *weights, *(tensor.clone() for tensor in past))
+
+        outputs = seams().unless(runs.amax((0, 1, 2)) == 0, act, blank)
+        if outputs is None:
+            return x, {}, state.layers
+        y, *rest = outputs
+        weights = {layer: part * runs[:, None] for layer, part in zip(wanted, rest, strict=False)}
+        tensors = rest[len(wanted) :]
+        each = len(tensors) // len(self.layers)
+        layers = [tuple(tensors[index : index + each]) for index in range(0, len(tensors), each or 1)]
+        return torch.where(runs > 0, y, x), weights, layers or state.layers
 
     def crosses(self) -> list[CrossAttention]:
         """Return the attentions to the source."""

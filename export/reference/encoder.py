@@ -16,7 +16,7 @@ from fatdeploy.export.reference.attention import (
 )
 from fatdeploy.export.reference.config import ModelConfig
 from fatdeploy.export.reference.layers import FeedForward, Residual, SelfAttention, norm_of
-from fatdeploy.export.reference.positions import layer_relative, stack_relative
+from fatdeploy.export.reference.positions import layer_relative, stack_relative, with_relative
 from fatdeploy.export.reference.seams import seams
 
 
@@ -217,14 +217,15 @@ class EncoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.residual = Residual(config)
+        self.residual = Residual(config, relu=config.attention_relu)
         self.attention = _ATTENTIONS.get(config.encoder_attention, SoftmaxAttention)(config)
         self.ffn = FeedForward(config, config.ffn_width)
         self.relative = layer_relative(config, config.encoder_heads, config.max_source)
 
     def forward(self, x: Tensor, source: Source) -> Tensor:
         if self.relative is not None:
-            source = replace(source, visible=replace(source.visible, relative=self.relative.within(x)))
+            at = torch.arange(x.shape[1], device=x.device)
+            source = replace(source, visible=with_relative(source.visible, self.relative, at, at))
         x = self.residual.leave(x, self.attention(self.residual.enter(x), source))
         mixed: Tensor = self.ffn(x)
         return mixed
@@ -243,12 +244,11 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor, valid: Tensor) -> list[Tensor]:
         """Return the outputs that ``cross_wiring`` needs, in order, through the final norm if there is one."""
+        at = torch.arange(x.shape[1], device=x.device)
         source = Source(
             valid=valid,
             embedded=x if self.query_norm is None else self.query_norm(x),
-            visible=Visible(
-                allowed_keys(self.config, valid), None if self.relative is None else self.relative.within(x)
-            ),
+            visible=with_relative(Visible(allowed_keys(self.config, valid), None), self.relative, at, at),
         )
         outputs = []
         for layer in self.layers:

@@ -28,10 +28,11 @@ def activated(x: Tensor, kind: Activation) -> Tensor:
 
 
 class Residual(nn.Module):
-    """One residual connection: x + f(LN(x)) with ``pre``, LN(x + f(x)) with ``post``."""
+    """One residual connection: x + f(LN(x)) with ``pre``, LN(x + f(x)) with ``post``; the sum may pass a ReLU."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, relu: bool = False) -> None:
         super().__init__()
+        self.relu = relu
         self.norm = norm_of(config)
         self.dropout = nn.Dropout(config.dropout)
         self.pre = config.norm == "pre"
@@ -43,6 +44,7 @@ class Residual(nn.Module):
     def leave(self, x: Tensor, y: Tensor | None) -> Tensor:
         """Return x plus the sub-layer's output y; None means that the sub-layer did not run."""
         total = x if y is None else x + self.dropout(y)
+        total = total.relu() if self.relu else total
         return total if self.pre else self.norm(total)
 
 
@@ -59,23 +61,27 @@ class SelfAttention(nn.Module):
 class FeedForward(nn.Module):
     """Linear, activation, Linear, with its residual connection; ``gated`` multiplies with a second projection.
 
-    Both projections are one matrix: first what passes the activation, then what it is multiplied with.
+    Both projections are one matrix: first what passes the activation, then what it is multiplied with. With ``skip``
+    the last Linear reads the sum of that and of the network's input.
     """
 
     def __init__(self, config: ModelConfig, inner_width: int) -> None:
         super().__init__()
         self.residual = Residual(config)
         self.gated = config.gated
+        self.skip = config.ffn_skip
         self.into = nn.Linear(config.width, (2 if config.gated else 1) * inner_width, config.biases)
         self.out = nn.Linear(inner_width, config.width, config.biases)
         self.dropout = nn.Dropout(config.dropout)
         self.activation: Activation = config.activation
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = self.into(self.residual.enter(x))
+        h = self.residual.enter(x)
+        inner = self.into(h)
         if self.gated:
             gate, up = inner.chunk(2, -1)
             inner = activated(gate, self.activation) * up
         else:
             inner = activated(inner, self.activation)
-        return self.residual.leave(x, self.out(self.dropout(inner)))
+        inner = self.dropout(inner)
+        return self.residual.leave(x, self.out(inner + h if self.skip else inner))

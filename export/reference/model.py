@@ -9,12 +9,13 @@ from torch.nn import functional
 
 from fatdeploy.errors import ConfigError, SpecMismatch
 from fatdeploy.export.reference.config import Activation, EmbeddingNorm, ModelConfig
-from fatdeploy.export.reference.decoder import Decoder, DecoderState, SourceMemory
+from fatdeploy.export.reference.cross.attention import SourceMemory
+from fatdeploy.export.reference.decoder import Decoder, DecoderState
 from fatdeploy.export.reference.encoder import Encoder
 from fatdeploy.export.reference.layers import Norm, activated, norm_of
 from fatdeploy.export.reference.positions import Positions
 from fatdeploy.export.reference.recurrent.decoder import RecurrentDecoder
-from fatdeploy.export.reference.recurrent.encoder import RecurrentEncoder, context_of, mean_of
+from fatdeploy.export.reference.recurrent.encoder import RecurrentEncoder, mean_of
 from fatdeploy.export.reference.seams import seams
 from fatdeploy.spec import (
     ModelSpec,
@@ -54,6 +55,8 @@ def spec_from_config(config: ModelConfig) -> ModelSpec:
             memory.append(context_spec(layer, config.width))
         if config.recurrent_decoder:
             state += cell_specs(layer, config.width, 2 if config.decoder_attention == "lstm" else 1)
+        elif config.decoder_attention == "none":
+            state += cell_specs(layer, config.width, 1)
         elif config.decoder_attention == "linear":
             state += recurrent_specs(layer, heads.count, config.feature_width, heads.width)
         elif config.has_caches:
@@ -72,7 +75,7 @@ def spec_from_config(config: ModelConfig) -> ModelSpec:
         target_order=config.target_order,
         memory=tuple(memory),
         state=tuple(state),
-        reads_source=config.hybrid or config.copy,
+        reads_source=config.reads_source,
     )
 
 
@@ -157,14 +160,12 @@ class ReferenceModel(nn.Module):
         if not torch.compiler.is_exporting():
             self.spec.check_source(source.cpu().numpy(), source_mask.cpu().numpy())
         at = torch.arange(source.shape[1], device=source.device)
-        embedded = _placed(self.source_embedding(source) * self.scale, at, self.source_positions, self._source_norms)
-        encoded = self.encoder(self.dropout(embedded), source_mask)
-        lengths = None if self.length is None else self.length(mean_of(encoded[-1], source_mask))
-        memory = (
-            self.decoder.project(encoded, context_of(self.config, encoded[-1], source_mask))
-            if isinstance(self.decoder, RecurrentDecoder)
-            else self.decoder.project(encoded)
+        embedded = self.dropout(
+            _placed(self.source_embedding(source) * self.scale, at, self.source_positions, self._source_norms)
         )
+        encoded = self.encoder(embedded, source_mask)
+        lengths = None if self.length is None else self.length(mean_of(encoded[-1], source_mask))
+        memory = self.decoder.project(encoded, embedded, source_mask)
         return replace(memory, source=source, valid=source_mask, length_logits=lengths)
 
     def start(self, memory: SourceMemory, capacity: int | None = None) -> DecoderState:

@@ -1,11 +1,13 @@
 """Positions of tokens: position vectors, the Positional MLP, and relative scores."""
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fatdeploy.export.reference.attention import Distances, Visible
 from fatdeploy.export.reference.config import HeadShape, ModelConfig
 from fatdeploy.export.reference.seams import seams
 
@@ -61,30 +63,62 @@ class RelativeScores(nn.Module):
         self.kind = config.relative
         self.length = length
         self.window = config.relative_window
+        self.with_itself = config.relative_self
         columns = 2 * self.window + 1 if self.kind == "table" else 2
         self.weights = nn.Parameter(torch.zeros(heads.count, columns))
 
     def forward(self, i: Tensor, j: Tensor) -> Tensor:
         distance = j[None, :] - i[:, None]
+        scores = self._of(distance)
+        return scores if self.with_itself else scores * (distance != 0)
+
+    def _of(self, distance: Tensor) -> Tensor:
         if self.kind == "table":
             return self.weights[:, distance.clamp(-self.window, self.window) + self.window]
         angles = -distance.to(self.weights.dtype) * (math.pi / self.length)
         turns = torch.stack([angles.sin(), angles.cos()])  # [2, I, J]
         return torch.einsum("hc,cij->hij", self.weights, turns)
 
-    def within(self, x: Tensor) -> Tensor:
-        """Return the scores [H, L, L] of all pairs of positions in x [B, L, M]."""
-        at = torch.arange(x.shape[1], device=x.device)
-        scores: Tensor = self(at, at)
-        return scores
+
+class RelativeVectors(nn.Module):
+    """Learned vectors per distance of query i and key j, added to keys and values."""
+
+    def __init__(self, config: ModelConfig, heads: HeadShape) -> None:
+        super().__init__()
+        self.window = config.relative_window
+        self.with_itself = config.relative_self
+        shape = heads.count, 2 * self.window + 1, heads.width
+        self.keys, self.values = nn.Parameter(torch.zeros(shape)), nn.Parameter(torch.zeros(shape))
+
+    def forward(self, i: Tensor, j: Tensor) -> Distances:
+        distance = j[None, :] - i[:, None]
+        everywhere = torch.arange(-self.window, self.window + 1, device=i.device)
+        places = distance.clamp(-self.window, self.window)[..., None] == everywhere
+        if not self.with_itself:
+            places = places & (distance != 0)[..., None]
+        return Distances(self.keys, self.values, places.to(self.keys.dtype))
 
 
-def stack_relative(config: ModelConfig, heads: HeadShape, length: int) -> RelativeScores | None:
-    """Return the relative scores that all layers of a stack share, if they do."""
-    shared = config.relative != "none" and not config.relative_each_layer
-    return RelativeScores(config, heads, length) if shared else None
+Relation = RelativeScores | RelativeVectors
 
 
-def layer_relative(config: ModelConfig, heads: HeadShape, length: int) -> RelativeScores | None:
-    """Return the relative scores of one layer, if each has its own."""
-    return RelativeScores(config, heads, length) if config.relative_each_layer else None
+def with_relative(visible: Visible, relation: nn.Module | None, i: Tensor, j: Tensor) -> Visible:
+    """Return what queries i see of keys j with the relative term of a stack or a layer, if it has one."""
+    if relation is None:
+        return visible
+    term = relation(i, j)
+    return replace(visible, distances=term) if isinstance(term, Distances) else replace(visible, relative=term)
+
+
+def stack_relative(config: ModelConfig, heads: HeadShape, length: int) -> Relation | None:
+    """Return the relative term that all layers of a stack share, if they do."""
+    return None if config.relative == "none" or config.relative_each_layer else _relation(config, heads, length)
+
+
+def layer_relative(config: ModelConfig, heads: HeadShape, length: int) -> Relation | None:
+    """Return the relative term of one layer, if each has its own."""
+    return _relation(config, heads, length) if config.relative_each_layer else None
+
+
+def _relation(config: ModelConfig, heads: HeadShape, length: int) -> Relation:
+    return RelativeVectors(config, heads) if config.relative == "matrix" else RelativeScores(config, heads, length)

@@ -9,6 +9,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "transformer": {"norm": "post", "activation": "relu"},
     "transformer-nat": {"norm": "post", "decoder_attention": "full", "decoding": "parallel", "length": "head"},
     "fast": {"positions": "learned", "relative": "table", "positional_mlp": 8},
+    "fast-published": {
+        "ffn_width": "width",
+        "positions": "learned",
+        "relative": "matrix",
+        "positional_mlp": 8,
+        "attention_relu": True,
+        "ffn_skip": True,
+    },
     "at": {
         "encoder_attention": "lstm",
         "encoder_direction": "left_to_right",
@@ -33,6 +41,17 @@ PRESETS: dict[str, dict[str, Any]] = {
         "fc_softmax": "tanh_bounded",
         "hybrid": True,
     },
+    "fat-published": {
+        "encoder_attention": "slow",
+        "decoder_attention": "none",
+        "cross_attention": "fast_fc",
+        "fc_softmax": "tanh",
+        "fc_keys": "embedded",
+        "fc_table": "vocabulary",
+        "fc_scale": False,
+        "hybrid": True,
+        "hybrid_skips": "layer",
+    },
 }
 
 SIZES: dict[str, dict[str, int]] = {
@@ -54,6 +73,8 @@ def config_from_preset(name: str, **changes: Any) -> ModelConfig:
         raise ConfigError(f"no preset {name!r}; available: {', '.join(preset_names())}. See: fatdeploy presets")
     sizes = dict(SIZES[size])
     layers, maximum = sizes.pop("layers"), sizes.pop("maximum")
+    # A preset may set one size to another, by name.
+    same = {size: {**sizes, **changes}[PRESETS[preset][size]] for size in sizes if size in PRESETS[preset]}
     values = {
         **sizes,
         "encoder_layers": layers,
@@ -61,6 +82,7 @@ def config_from_preset(name: str, **changes: Any) -> ModelConfig:
         "max_source": maximum,
         "max_target": maximum,
         **PRESETS[preset],
+        **same,
         **changes,
     }
     return ModelConfig.from_dict(values)

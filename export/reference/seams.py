@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fatdeploy.export.reference.attention import (
     FeatureMap,
     LayerState,
     Scores,
     Visible,
+    attended,
     linear_state,
     merge_heads,
     slow_scores,
@@ -29,10 +31,18 @@ Outputs = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Added:
-    """Scores of pairs of target and source positions, added to the scores of queries and keys."""
+    """Scores of target positions with source positions or source tokens, added to those of queries and keys."""
 
-    table: Tensor  # [max_target, max_source]
+    table: Tensor  # [max_target, max_source or V]
     at: Tensor  # [t] or [R, t], the positions of a call
+    ids: Tensor | None = None  # [B, S] of the source, the columns of a table over the vocabulary
+
+
+def token_scores(table: Tensor, at: Tensor, ids: Tensor) -> Tensor:
+    """Return the numbers of a table [T, V] at positions [..., t] and ids [..., S], as [..., t, S]."""
+    # By their places in the flat table, so that a graph gathers just these numbers.
+    places = at[..., None] * table.shape[1] + ids[..., None, :]
+    return functional.embedding(places, table.reshape(-1, 1)).squeeze(-1)
 
 
 class Seams:
@@ -56,7 +66,7 @@ class Seams:
     def attend(self, qkv: Tensor, scores: Scores, visible: Visible, dropout: nn.Dropout) -> Tensor:
         """Return self-attention [B, L, M] of packed queries, keys and values [B, L, 3M]."""
         q, k, v = (split_heads(part, scores.heads) for part in qkv.chunk(3, -1))
-        return merge_heads(dropout(visible.weights(scores(q, k))) @ v)
+        return attended((q, k, v), scores, visible, dropout)
 
     def attend_cached(
         self, qkv: Tensor, scores: Scores, visible: Visible, state: LayerState, position: Position
@@ -67,14 +77,18 @@ class Seams:
         for cache, new in zip(state, (k, v), strict=True):
             cache[:, :, start:end] = new
         keys, values = (cache[:, :, :end] for cache in state)
-        return merge_heads(visible.weights(scores(q, keys)) @ values), state
+        return attended((q, keys, values), scores, visible), state
 
     def attend_recurrent(
-        self, qkv: Tensor, features: FeatureMap, heads: int, state: LayerState
+        self, qkv: Tensor, features: FeatureMap, heads: int, state: LayerState, keep: Tensor | None
     ) -> tuple[Tensor, LayerState]:
-        """Return causal linear attention [R, t, M] of packed queries, keys and values, and the next state."""
+        """Return causal linear attention [R, t, M] of packed queries, keys and values, and the next state.
+
+        Positions where ``keep`` [R, t, 1] is 0 leave nothing in the state.
+        """
         q, k, v = (split_heads(part, heads) for part in qkv.chunk(3, -1))
-        sums, normaliser, state = linear_state(features.queries(q), features.keys(k), v, state)
+        keys = features.keys(k) if keep is None else features.keys(k) * keep[:, None]
+        sums, normaliser, state = linear_state(features.queries(q), keys, v, state)
         return merge_heads(features.quotient(sums, normaliser)), state
 
     def recur(self, x: Tensor, cell: Cell, valid: Tensor | None, past: LayerState) -> tuple[Tensor, LayerState]:

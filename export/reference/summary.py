@@ -58,11 +58,12 @@ class Summary:
             f"{config.norm}-norm": not (config.recurrent_encoder and config.recurrent_decoder),
             "parallel (NAT)": config.parallel,
             "encoder left to right": config.encoder_direction == "left_to_right",
-            "starts from the source": config.recurrent_decoder,
+            "starts from the source": config.starts_from_source,
             "relative scores": config.relative != "none",
             "positional MLP": config.positional_mlp > 0,
             "MLP head": config.head == "mlp",
-            "hybrid": config.hybrid,
+            "hybrid": config.hybrid and config.hybrid_skips == "cross",
+            "hybrid, skips layers": config.hybrid_skips == "layer",
         }
         return ", ".join(remark for remark, holds in remarks.items() if holds)
 

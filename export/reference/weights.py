@@ -63,7 +63,7 @@ def _strengthen_cross_attention(model: ReferenceModel) -> None:
     sharpness = FAST_FC_SHARPNESS if fast else CROSS_SHARPNESS
     strength = FAST_FC_STRENGTH if fast else CROSS_STRENGTH
     for cross in model.decoder.crosses():
-        keys, values = cross.kv.weight.chunk(2)
+        keys, values = cross.memory_matrices()
         for matrix in (cross.q.weight, keys):
             matrix.mul_(sharpness)
         for matrix in (values, cross.out.weight):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fatdeploy.export.reference.attention import LayerState, Scores, Visible, merge_heads, split_heads
+from fatdeploy.export.reference.attention import LayerState, Scores, Visible, attended, split_heads
 from fatdeploy.export.reference.recurrent.cells import Cell, ConnectedCell
 from fatdeploy.export.reference.seams import Position, Seams
 from fatdeploy.export.tracing.recurrent_ops import connected_scan, recurrent_op
@@ -20,11 +20,39 @@ OPSET = 24
 PAIRS = 2**20
 # Added to scores of hidden keys: far below any score, and finite, because an infinite one minus itself is NaN.
 HIDDEN = -1e30
+FLOAT = 1  # ONNX's code for float32, in which models are traced
 
 
 def emitted(op: str, inputs: tuple[Tensor | None, ...], dtype: torch.dtype, shape: Any, **attributes: Any) -> Tensor:
     """Return the output of one ONNX op, written into the graph as it stands."""
     return symbolic(op, inputs, attributes, dtype=dtype, shape=shape, version=OPSET)
+
+
+def emitted_floats(
+    op: str, inputs: tuple[Tensor | None, ...], shapes: list[Any], *, ints: Any, floats: Any, strings: Any
+) -> tuple[Tensor, ...]:
+    """Return the float32 outputs, one per shape, of one contributed op: what ``symbolic_multi_out`` becomes.
+
+    That function itself cannot be traced in a branch (torch 2.13).
+    """
+    kinds = (("i", ints), ("f", floats), ("s", strings))
+    outputs: list[Tensor] = torch.ops.onnx_symbolic._symbolic_multi_out.default(
+        inputs,
+        op,
+        [FLOAT] * len(shapes),
+        shapes=shapes,
+        attr_keys=[*ints, *floats, *strings],
+        attr_types=[kind for kind, values in kinds for _ in values],
+        attr_pos=[(place, place + 1) for _, values in kinds for place in range(len(values))],
+        attr_ints=[*ints.values()],
+        attr_floats=[*floats.values()],
+        attr_strs=[*strings.values()],
+        metadata_props_keys=[],
+        metadata_props_values=[],
+        domain="com.microsoft",
+        version=1,
+    )
+    return tuple(outputs)
 
 
 def number(value: int) -> Tensor:
@@ -79,7 +107,7 @@ class GraphSeams(Seams):
         q, k, v = (split_heads(part, scores.heads) for part in qkv.chunk(3, -1))
         keys, values = (_written(cache, new, position) for cache, new in zip(state, (k, v), strict=True))
         # Positions that are not written yet are hidden, like the rest of the future.
-        return merge_heads(visible.weights(scores(q, keys)) @ values), (keys, values)
+        return attended((q, keys, values), scores, visible), (keys, values)
 
     def recur(self, x: Tensor, cell: Cell, valid: Tensor | None, past: LayerState) -> tuple[Tensor, LayerState]:
         return recurrent_op(x, cell, valid, past)

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from fatdeploy.export.reference.attention import FeatureMap, LayerState, Scores, Visible
-from fatdeploy.export.reference.seams import Added, Outputs, Position
+from fatdeploy.export.reference.seams import Added, Outputs, Position, token_scores
 from fatdeploy.export.tracing.dialect_base import (
     HIDDEN,
     GraphSeams,
     emitted,
+    emitted_floats,
     number,
     score_bias,
     shape_of,
@@ -28,7 +29,7 @@ class OrtSeams(GraphSeams):
     """onnxruntime: one contributed op per attention, caches in place, and only the branches that are needed run."""
 
     def attend(self, qkv: Tensor, scores: Scores, visible: Visible, dropout: nn.Dropout) -> Tensor:
-        if scores.vectors is not None:
+        if scores.vectors is not None or visible.distances is not None:
             return super().attend(qkv, scores, visible, dropout)
         q, k, v = qkv.chunk(3, -1)
         return _multi_head((q, k, v, None, None, _query_bias(visible, q)), scores, q.shape)
@@ -36,7 +37,7 @@ class OrtSeams(GraphSeams):
     def attend_cached(
         self, qkv: Tensor, scores: Scores, visible: Visible, state: LayerState, position: Position
     ) -> tuple[Tensor, LayerState]:
-        if scores.vectors is not None or not isinstance(position, Tensor):
+        if scores.vectors is not None or visible.distances is not None or not isinstance(position, Tensor):
             return super().attend_cached(qkv, scores, visible, state, position)
         if position.ndim:
             return _grouped_by_row(qkv, scores, state, position)
@@ -58,13 +59,14 @@ class OrtSeams(GraphSeams):
         return mixed, tuple(caches)
 
     def attend_recurrent(
-        self, qkv: Tensor, features: FeatureMap, heads: int, state: LayerState
+        self, qkv: Tensor, features: FeatureMap, heads: int, state: LayerState, keep: Tensor | None
     ) -> tuple[Tensor, LayerState]:
         if not features.elementwise or not state:
-            return super().attend_recurrent(qkv, features, heads, state)
+            return super().attend_recurrent(qkv, features, heads, state, keep)
         rows, steps, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
         qk, v = torch.split(qkv, [2 * width, width], -1)
         q, k = features.queries(qk).chunk(2, -1)
+        k = k if keep is None else k * keep
         sums, next_sums = _linear((q, k, v, state[0]), heads)
         # The normaliser is the same recurrence over one value per head, which is 1.
         per_head = torch.cat([shape_of(qkv, 0, 2), number(heads)])
@@ -137,13 +139,13 @@ def _query_bias(visible: Visible, like: Tensor) -> Tensor:
 def _linear(inputs: tuple[Tensor, ...], heads: int) -> tuple[Tensor, Tensor]:
     """Return q_t·S_t [R, t, H·D] of S_t = S_{t-1} + k_t v_t, from packed q, k, v and S [R, H, F, D]; and the last S."""
     values, state = inputs[2:]
-    attended, next_state = torch.onnx.ops.symbolic_multi_out(
-        "com.microsoft::LinearAttention",
+    attended, next_state = emitted_floats(
+        "LinearAttention",
         inputs,
-        {"q_num_heads": heads, "kv_num_heads": heads, "scale": 1.0, "update_rule": "linear"},
-        dtypes=(values.dtype, state.dtype),
-        shapes=(values.shape, state.shape),
-        version=1,
+        [values.shape, state.shape],
+        ints={"q_num_heads": heads, "kv_num_heads": heads},
+        floats={"scale": 1.0},
+        strings={"update_rule": "linear"},
     )
     return attended, next_state
 
@@ -154,6 +156,8 @@ def _added_by_source(added: Added, q: Tensor, valid: Tensor) -> Tensor:
     grouped_sizes = torch.cat([shape_of(valid, 0, 1), sizes(1, -1)])
     shape = (valid.shape[0], 1, q.shape[0] * q.shape[1] // valid.shape[0])
     at = emitted("Reshape", (rows, grouped_sizes), rows.dtype, shape)
+    if added.ids is not None:
+        return token_scores(added.table, at, added.ids[:, None])
     # Gathered before it is cut: the scores of one position are few, those of all positions are many.
     gathered = emitted("Gather", (added.table, at), added.table.dtype, (*shape, added.table.shape[1]))
     cut = (gathered, number(0), shape_of(valid, 1, 2), number(3))

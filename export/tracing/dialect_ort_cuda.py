@@ -18,10 +18,9 @@ from torch import Tensor
 
 from fatdeploy.export.reference.attention import LayerState, Scores, Visible
 from fatdeploy.export.reference.seams import Outputs, Position
-from fatdeploy.export.tracing.dialect_base import GraphSeams, emitted, number, shape_of
+from fatdeploy.export.tracing.dialect_base import GraphSeams, emitted, emitted_floats, number, shape_of
 from fatdeploy.export.tracing.dialect_ort import GROUPED, WIDTH_UNIT, OrtSeams
 
-FLOAT = 1  # ONNX's code for float32, in which models are traced
 # From the op's fastest kernel.
 MOST_WIDTH = 256
 
@@ -32,7 +31,7 @@ class CudaHalfSeams(OrtSeams):
     def attend_cached(
         self, qkv: Tensor, scores: Scores, visible: Visible, state: LayerState, position: Position
     ) -> tuple[Tensor, LayerState]:
-        plain = scores.vectors is None and visible.relative is None and visible.causal
+        plain = scores.vectors is None and visible.relative is None and visible.distances is None and visible.causal
         width = qkv.shape[2] // 3 // scores.heads
         if not plain or width % WIDTH_UNIT or width > MOST_WIDTH or not isinstance(position, Tensor):
             return GraphSeams.attend_cached(self, qkv, scores, visible, state, position)
@@ -55,22 +54,6 @@ class CudaHalfSeams(OrtSeams):
 def _grouped(inputs: tuple[Tensor, ...], scores: Scores) -> Outputs:
     """Return attention [R, 1, M] of one token per row to all tokens so far, and the caches."""
     query, _, _, keys, values, *_ = inputs
-    # What ``symbolic_multi_out`` becomes: the function itself cannot be traced in a branch (torch 2.13).
-    return tuple(
-        torch.ops.onnx_symbolic._symbolic_multi_out.default(
-            inputs,
-            GROUPED,
-            [FLOAT] * 3,
-            shapes=[query.shape, keys.shape, values.shape],
-            attr_keys=["num_heads", "kv_num_heads", "scale"],
-            attr_types=["i", "i", "f"],
-            attr_pos=[(0, 1), (1, 2), (0, 1)],
-            attr_ints=[scores.heads, scores.heads],
-            attr_floats=[scores.scale],
-            attr_strs=[],
-            metadata_props_keys=[],
-            metadata_props_values=[],
-            domain="com.microsoft",
-            version=1,
-        )
-    )
+    attributes = {"num_heads": scores.heads, "kv_num_heads": scores.heads}
+    shapes = [query.shape, keys.shape, values.shape]
+    return emitted_floats(GROUPED, inputs, shapes, ints=attributes, floats={"scale": scores.scale}, strings={})

@@ -12,7 +12,7 @@ from fatdeploy.export.reference.recurrent.cells import ConnectedCell
 from fatdeploy.export.reference.weights import drawn_projection, last_norm
 
 # Added to scores: an untrained model prefers no position, distance or head.
-_ZERO = ("position_scores", "head_bias", "relative.weights")
+_ZERO = ("position_scores", "head_bias", "relative.weights", "relative.keys", "relative.values")
 # Gain of the last norm with a tied output matrix: larger logits start with a loss far above that of guessing.
 _LAST_GAIN = 0.25
 

@@ -119,6 +119,36 @@ OTHERS: list[dict[str, Any]] = [
     },
 ]
 
+_FAST_FC = {"cross_attention": "fast_fc"}
+_SKIPS = {"hybrid": True, "hybrid_skips": "layer"}
+
+# What the articles publish and no other preset has.
+PUBLISHED: list[dict[str, Any]] = [
+    {**_FAST_FC, "fc_keys": "embedded"},
+    {**_FAST_FC, "fc_keys": "embedded", "norm": "post", "cross_wiring": "matched"},
+    {**_FAST_FC, "fc_table": "vocabulary"},
+    {**_FAST_FC, "fc_table": "vocabulary", "fc_softmax": "softmax"},
+    {**_FAST_FC, "fc_table": "vocabulary", "tie_embeddings": False, "source_vocab_size": 60},
+    {**_FAST_FC, "fc_scale": False, "fc_softmax": "tanh"},
+    {**_FAST_FC, "decoder_attention": "none"},
+    {**_FAST_FC, "decoder_attention": "none", "hybrid": True},
+    {**_FAST_FC, **_SKIPS, "decoder_attention": "none", "norm": "post"},
+    {**_FAST_FC, **_SKIPS, "decoder_attention": "none", "fc_softmax": "softmax", "copy": True},
+    {**_SKIPS, "decoder_attention": "linear", "features": "elu", "attention_relu": True},
+    {**_SKIPS, "decoder_attention": "linear", "features": "performer", "norm": "post", "positions": "none"},
+    {**_FAST_FC, "decoder_attention": "gru", "fc_keys": "embedded", "fc_table": "vocabulary", "fc_scale": False},
+    {"relative": "matrix"},
+    {"relative": "matrix", "relative_window": 3, "relative_each_layer": True, "relative_self": False},
+    {"relative": "matrix", "encoder_attention": ("local", "strided"), "decoder_attention": "local", "window": 3},
+    {"relative": "matrix", "decoder_attention": "dot", "decoder_heads": 4, "norm": "post"},
+    {"relative": "angle", "relative_self": False},
+    {"relative": "table", "relative_self": False, "encoder_attention": "slow", "decoder_attention": "additive"},
+    {"attention_relu": True},
+    {"attention_relu": True, "norm": "post", "hybrid": True},
+    {"ffn_skip": True, "ffn_width": 32},
+    {"ffn_skip": True, "ffn_width": 32, "gated": True, "norm": "post", "biases": False},
+]
+
 REST: list[dict[str, Any]] = [
     {"norm": "post"},
     {"activation": "gelu"},
@@ -145,6 +175,7 @@ REST: list[dict[str, Any]] = [
     {"pad_id": 3, "bos_id": 3, "eos_id": 9},
     {"pad_id": 7, "bos_id": 9, "eos_id": 9},
     *OTHERS,
+    *PUBLISHED,
 ]
 
 # Turns the preset ``fast`` into a plain transformer.
@@ -189,10 +220,14 @@ def legal(values: dict[str, Any]) -> bool:
     cells = {"lstm", "gru"}
     directed = {"scaled_dot", "dot", "additive", "slow", "local", "strided", "global_tokens", "synthesizer"} | cells
     relative = directed - {"synthesizer"} - cells
+    matrix = values["relative"] == "matrix"
+    fast_fc = values["cross_attention"] == "fast_fc"
+    by_source = values["fc_keys"] == "embedded" or values["fc_table"] == "vocabulary" or not values["fc_scale"]
+    skips = values["hybrid_skips"] == "layer"
     recurrent = decoder in cells | {"fully_connected"}
     mix = isinstance(encoder, tuple)
     directed_ok = mix or encoder in directed or (encoder == "linear" and features != "softmax")
-    relative_ok = (mix or encoder in relative) and decoder != "linear" and not recurrent
+    relative_ok = (mix or encoder in relative) and decoder not in {"linear", "none"} and not recurrent
     return not (
         (values["encoder_direction"] != "both" and not directed_ok)
         or (values["relative"] != "none" and not relative_ok)
@@ -205,7 +240,11 @@ def legal(values: dict[str, Any]) -> bool:
         or (values["cross_wiring"] == "matched" and values["encoder_layers"] != values["decoder_layers"])
         or (values["positional_mlp"] and values["positions"] == "none")
         or (values["hybrid"] and values["decoding"] == "parallel")
-        or (values["relative_each_layer"] and values["relative"] == "none")
+        or ((values["relative_each_layer"] or not values["relative_self"]) and values["relative"] == "none")
+        or (matrix and (encoder in {"additive", "slow"} or decoder == "additive"))
+        or ((by_source or decoder == "none") and not fast_fc)
+        or (skips and not (values["hybrid"] and decoder in {"linear", "none"}))
+        or (values["ffn_skip"] and (values["ffn_width"] != 32 or values["decoder_ffn_width"] not in {0, 32}))
         or (
             (not values["biases"] or values["inner_width"])
             and (

@@ -5,15 +5,11 @@ from torch import Tensor, nn
 
 from fatdeploy.export.reference.attention import LayerState, Visible
 from fatdeploy.export.reference.config import ModelConfig, RecurrentKind
-from fatdeploy.export.reference.decoder import (
-    Call,
-    CrossAttention,
-    DecoderState,
-    FastFullyConnected,
-    SourceMemory,
-    positions_of,
-)
+from fatdeploy.export.reference.cross.attention import CrossAttention, SourceMemory
+from fatdeploy.export.reference.cross.fast_fc import FastFullyConnected
+from fatdeploy.export.reference.decoder import Call, DecoderState, positions_of
 from fatdeploy.export.reference.recurrent.cells import ConnectedCell, cell_of
+from fatdeploy.export.reference.recurrent.encoder import context_of
 from fatdeploy.export.reference.seams import seams
 
 
@@ -89,9 +85,10 @@ class RecurrentDecoder(nn.Module):
         """Return what mixes attended values with the last layer."""
         return [] if self.cross is None else [self.mix]
 
-    def project(self, encoded: list[Tensor], context: Tensor) -> SourceMemory:
+    def project(self, encoded: list[Tensor], embedded: Tensor, valid: Tensor) -> SourceMemory:
         """Return the source as the decoder reads it: keys and values, and what comes from the context."""
-        pairs = [cross.project(encoded[-1]) for cross in self.crosses()]
+        context = context_of(self.config, encoded[-1], valid)
+        pairs = [cross.project(encoded[-1], embedded) for cross in self.crosses()]
         return SourceMemory(
             keys=[keys for keys, _ in pairs],
             values=[values for _, values in pairs],

@@ -20,8 +20,8 @@ from tests.support.bundles import TARGETS
 # The reference needs minutes for a probe of 512 positions on one core; the graphs are those of the full model.
 LIMITS = Choices(max_source=16, max_target=16)
 BASE = ("fat-base", "transformer-base")
-# Presets whose parts are in others: linear attention in `fat`, cells in `at`.
-ALIKE = ["at-linear", "rnn"]
+# Presets whose parts are in others: linear attention in `fat`, cells in `at`; or in their tiny size.
+ALIKE = ["at-linear", "rnn", "fast-published", "fat-published"]
 CASES: list[Any] = [
     *((preset, "ort") for preset in BASE),
     *(pytest.param(preset, "standard", marks=pytest.mark.slow) for preset in BASE),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fatdeploy.errors import ConfigError
 from fatdeploy.export.reference.config import ModelConfig
-from fatdeploy.export.reference.decoder import SourceMemory
+from fatdeploy.export.reference.cross.attention import SourceMemory
 from fatdeploy.export.reference.model import ReferenceModel
 from fatdeploy.export.reference.presets import config_from_preset
 from fatdeploy.export.reference.weights import random_model
@@ -133,16 +133,24 @@ def any_values() -> st.SearchStrategy[dict]:
             "synthesizer": st.sampled_from(["random", "dense"]),
             "features": st.sampled_from(["elu", "softmax", "random", "performer"]),
             "decoder_attention": st.sampled_from(
-                ["scaled_dot", "dot", "additive", "local", "linear", "full", *recurrent]
+                ["scaled_dot", "dot", "additive", "local", "linear", "full", "none", *recurrent]
             ),
             "decoding": st.sampled_from(["autoregressive", "autoregressive", "parallel"]),
             "cross_attention": st.sampled_from(["scaled_dot", "dot", "additive", "fast_fc", "none"]),
             "fc_softmax": st.sampled_from(["tanh", "tanh_bounded", "softmax"]),
+            "fc_keys": st.sampled_from(["encoder", "encoder", "embedded"]),
+            "fc_table": st.sampled_from(["source", "source", "vocabulary"]),
+            "fc_scale": st.sampled_from([True, True, False]),
+            "hybrid_skips": st.sampled_from(["cross", "cross", "layer"]),
             "cross_wiring": st.sampled_from(["last", "matched"]),
             "encoder_layers": st.integers(1, 2),
             "decoder_layers": st.integers(1, 2),
             "positions": st.sampled_from(["sinusoidal", "learned", "none"]),
-            "relative": st.sampled_from(["none", "none", "table", "angle"]),
+            "relative": st.sampled_from(["none", "none", "table", "angle", "matrix"]),
+            "relative_self": st.sampled_from([True, True, False]),
+            "attention_relu": st.booleans(),
+            "ffn_skip": st.booleans(),
+            "ffn_width": st.sampled_from([64, 32, 32]),
             "positional_mlp": st.sampled_from([0, 0, 3]),
             "norm": st.sampled_from(["pre", "post"]),
             "head": st.sampled_from(["linear", "mlp", "dense_norm"]),
@@ -152,7 +160,7 @@ def any_values() -> st.SearchStrategy[dict]:
             "activation": st.sampled_from(["relu", "gelu", "gelu_tanh", "swish"]),
             "inner_width": st.sampled_from([0, 0, 0, 24]),
             "decoder_heads": st.sampled_from([0, 4]),
-            "decoder_ffn_width": st.sampled_from([0, 12]),
+            "decoder_ffn_width": st.sampled_from([0, 0, 12, 32]),
             "source_embedding_norm": st.sampled_from(["none", "before", "after"]),
             "target_embedding_norm": st.sampled_from(["none", "before", "after"]),
             "tie_output": st.sampled_from(["auto", "yes", "no"]),

@@ -34,7 +34,9 @@ CPU = TARGETS["ort-cpu"]
         ({"inner_width": 24}, False),  # heads of 12
         ({"decoder_attention": "additive"}, False),
         ({"decoder_attention": "local", "window": 3}, False),
+        ({"cross_attention": "fast_fc", "fc_table": "vocabulary", "decoder_attention": "none"}, True),
         ({"relative": "table"}, False),
+        ({"relative": "matrix"}, False),
         ({"relative": "angle", "relative_each_layer": True}, False),
     ],
     ids=name_of,
@@ -62,7 +64,7 @@ def test_other_targets_and_models_of_users_have_one_position_for_all_rows() -> N
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_contract_of_a_bundle_says_which_positions_its_graph_takes(preset: str) -> None:
-    expected = preset in ("transformer", "at", "at-linear", "rnn", "fat")
+    expected = preset in ("transformer", "at", "at-linear", "rnn", "fat", "fat-published")
     assert bundle_of(f"{preset}-tiny").spec.row_positions == expected
     assert not bundle_of(f"{preset}-tiny", "standard").spec.row_positions
     histogram = bundle_of(f"{preset}-tiny").manifest.histograms[DECODER]["simplified"]

@@ -87,7 +87,7 @@ def check_whole(model: ReferenceModel) -> list[tuple[Trace, Trace]]:
     """Compare every intermediate result and the scores of a padded batch with the oracle's, row by row."""
     source, mask, target = batch_of(model.config)
     attended = recorded(layer.attention for layer in model.encoder.layers)
-    self_attended = recorded(layer.attention for layer in model.decoder.layers)
+    self_attended = recorded(layer.attention for layer in model.decoder.layers if layer.attention is not None)
     crossed = recorded(layer.cross for layer in model.decoder.layers)
     encoded = recorded([model.encoder])
     scores = model(source, mask, target)
@@ -98,12 +98,15 @@ def check_whole(model: ReferenceModel) -> list[tuple[Trace, Trace]]:
             check_close(attended[layer][row, :n], expected, f"row {row}: encoder attention {layer}")
         check_close(encoded[0][-1][row, :n], below.outputs[-1], f"row {row}: encoder")
         for layer in range(model.config.decoder_layers):
-            for tensors, expected in zip((memory.keys, memory.values), oracle.memory_pairs(below, layer), strict=True):
+            pairs = oracle.memory_pairs(source[row, :n].tolist(), below, layer)
+            for tensors, expected in zip((memory.keys, memory.values), pairs, strict=True):
                 pair = tensors[layer][row, :, :n].transpose(0, 1).flatten(1)
                 check_close(pair, expected, f"row {row}: memory of layer {layer}")
-            end = len(above.scores)
-            check_close(self_attended[layer][row, :end], above.attended[layer], f"row {row}: self-attention {layer}")
-            check_close(crossed[layer][row, :end], above.crossed[layer], f"row {row}: cross-attention {layer}")
+            crosses = crossed[layer][row, above.places]
+            check_close(crosses, above.crossed[layer], f"row {row}: cross-attention {layer}")
+            if self_attended:
+                attentions = self_attended[layer][row, above.places]
+                check_close(attentions, above.attended[layer], f"row {row}: self-attention {layer}")
         check_close(scores[row, : len(above.scores)], above.scores, f"row {row}: scores")
     return traces
 

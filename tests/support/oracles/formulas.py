@@ -7,7 +7,7 @@ t a target position, h a head, d a feature, M the width, D = M / H the width of 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ Vector = NDArray[np.float64]  # [M]
 Rows = list[Vector]  # one per position
 Floats = Sequence[float]  # one head's features, or one query's weights
 Relative = Callable[[int, int, int], float]  # of head, query, key
+Vectors = Callable[[str, int, int, int], Vector]  # of keys or values, head, query, key
 
 
 class Weights:
@@ -126,9 +127,12 @@ def placed(w: Weights, config: ModelConfig, position: int, x: Vector) -> Vector:
 
 def relative_of(w: Weights, config: ModelConfig, length: int) -> Relative:
     """Return the term of self-attention scores; ``length`` is the stack's maximum."""
-    if config.relative == "none":
+    if config.relative in ("none", "matrix"):
         return lambda h, i, j: 0.0
     numbers = w["relative.weights"]
+    if not config.relative_self:
+        with_itself = relative_of(w, replace(config, relative_self=True), length)
+        return lambda h, i, j: 0.0 if i == j else with_itself(h, i, j)
     if config.relative == "table":
         window = config.relative_window
         return lambda h, i, j: numbers[h][max(-window, min(window, j - i)) + window]
@@ -138,6 +142,18 @@ def relative_of(w: Weights, config: ModelConfig, length: int) -> Relative:
         return numbers[h][0] * math.sin(turn) + numbers[h][1] * math.cos(turn)
 
     return angle
+
+
+def vectors_of(w: Weights, config: ModelConfig) -> Vectors:
+    """Return what is added to the key or the value of a pair of positions: a vector of their clipped distance."""
+
+    def vector(part: str, h: int, i: int, j: int) -> Vector:
+        if config.relative != "matrix" or (i == j and not config.relative_self):
+            return np.zeros(1)
+        window = config.relative_window
+        return w[f"relative.{part}"][h][max(-window, min(window, j - i)) + window]
+
+    return vector
 
 
 # --- softmax attentions ------------------------------------------------------------------------------------------
@@ -159,16 +175,23 @@ def qkv_of(w: Weights, config: ModelConfig, xs: Rows) -> tuple[list[Any], list[A
     return q, k, v
 
 
-def softmax_attention(w: Weights, config: ModelConfig, kind: object, xs: Rows, seen: Any, relative: Relative) -> Rows:
+def softmax_attention(
+    w: Weights, config: ModelConfig, kind: object, xs: Rows, seen: Any, relative: tuple[Relative, Vectors]
+) -> Rows:
     """Return W_o of every query's mean over the keys it sees; ``seen(h, i, j)`` says which those are."""
+    term, vector = relative
     q, k, v = qkv_of(w, config, xs)
     results = []
     for i in range(len(xs)):
         parts: list[float] = []
         for h in range(config.heads):
             js = [j for j in range(len(xs)) if seen(h, i, j)]
-            alphas = softmax([score(kind, w, h, (q[i][h], k[j][h])) + relative(h, i, j) for j in js])
-            parts += mixed(alphas, [v[j][h] for j in js])
+            keys = [(k[j][h] + vector("keys", h, i, j)).tolist() for j in js]
+            values = [(v[j][h] + vector("values", h, i, j)).tolist() for j in js]
+            alphas = softmax(
+                [score(kind, w, h, (q[i][h], key)) + term(h, i, j) for j, key in zip(js, keys, strict=True)]
+            )
+            parts += mixed(alphas, values)
         results.append(w.projected("out", np.array(parts)))
     return results
 
@@ -307,3 +330,4 @@ class Trace:
     outputs: list[Rows] = field(default_factory=list)  # per layer; in the encoder through the final norm if it is pre
     crossed: list[Rows] = field(default_factory=list)  # per layer, before the hybrid gate
     scores: list[Vector] = field(default_factory=list)  # per target position, [V]
+    places: list[int] = field(default_factory=list)  # the target positions where layers run

@@ -26,6 +26,7 @@ from tests.support.oracles.formulas import (
     softmax,
     softmax_attention,
     synthesizer,
+    vectors_of,
 )
 
 
@@ -48,7 +49,7 @@ class Oracle:
         for layer in range(self.config.encoder_layers):
             weights = w.below(f"layers.{layer}")
             attended = self._encoder_attention(weights, embedded, self._enter(weights, "residual.norm", xs))
-            xs = self._feed_forward(weights, self._leave(weights, "residual.norm", xs, attended))
+            xs = self._feed_forward(weights, self._leave(weights, "residual.norm", xs, attended, attention=True))
             trace.attended.append(attended)
             trace.outputs.append(self._final(w, xs))
         return trace
@@ -56,30 +57,49 @@ class Oracle:
     def decode(self, source: list[int], encoded: Trace, tokens: list[int]) -> Trace:
         """Return the decoder's trace for a whole target, with the scores of the vocabulary."""
         w, trace, gate = self.weights.below("decoder"), Trace(), self.gate(source, tokens)
-        xs = [self._embedded("target", t, token, gate[t]) for t, token in enumerate(tokens)]
-        alphas: list[list[list[float]]] = []
+        everything = [self._embedded("target", t, token, gate[t]) for t, token in enumerate(tokens)]
+        skips = self.config.hybrid_skips == "layer"
+        # What is skipped is not there for the layers: neither for the position itself nor for those after it.
+        trace.places = places = [t for t in range(len(tokens)) if gate[t] or not skips]
+        xs, alphas = [everything[t] for t in places], dict[int, list[list[float]]]()
         for layer in range(self.config.decoder_layers):
             weights, memory = w.below(f"layers.{layer}"), self.memory(encoded, layer)
-            attended = self._decoder_attention(weights, self._enter(weights, "self_residual.norm", xs))
-            xs = self._leave(weights, "self_residual.norm", xs, attended)
-            inner = self._enter(weights, "cross_residual.norm", xs)
-            crossed, alphas = self._cross_attention(weights.below("cross"), memory, inner)
-            gated = [y if open_ else np.zeros_like(y) for y, open_ in zip(crossed, gate, strict=True)]
-            xs = self._feed_forward(weights, self._leave(weights, "cross_residual.norm", xs, gated))
-            trace.attended.append(attended)
+            if self.config.decoder_attention != "none":
+                attended = self._decoder_attention(weights, self._enter(weights, "self_residual.norm", xs))
+                xs = self._leave(weights, "self_residual.norm", xs, attended, attention=True)
+                trace.attended.append(attended)
+            inner = queries = self._enter(weights, "cross_residual.norm", xs)
+            if self.config.decoder_attention == "none":
+                context = sum(encoded.outputs[-1]) / len(encoded.outputs[-1])
+                queries = [np.tanh(weights.linear("previous.start", context)), *inner[:-1]]
+            rows = list(zip(places, queries, inner, strict=True))
+            crossed, alphas = self._cross_attention(weights.below("cross"), source, memory, rows)
+            gated = [y if gate[t] else np.zeros_like(y) for t, y in zip(places, crossed, strict=True)]
+            left = self._leave(weights, "cross_residual.norm", xs, gated, attention=True)
+            xs = self._feed_forward(weights, left)
             trace.crossed.append(crossed)
-        for t, h in enumerate(self._final(w, xs)):
-            trace.scores.append(self._scores(h, source, alphas[t], open_=gate[t]))
+        for t, x in zip(places, xs, strict=True):
+            everything[t] = x
+        nothing = [[0.0] * len(source)]
+        for t, h in enumerate(self._final(w, everything)):
+            trace.scores.append(self._scores(h, source, alphas.get(t, nothing), open_=gate[t]))
         return trace
 
     def memory(self, encoded: Trace, layer: int) -> Rows:
         """Return the encoder output that decoder layer ``layer`` reads."""
         return encoded.outputs[layer if self.config.cross_wiring == "matched" else -1]
 
-    def memory_pairs(self, encoded: Trace, layer: int) -> tuple[Rows, Rows]:
+    def memory_pairs(self, source: list[int], encoded: Trace, layer: int) -> tuple[Rows, Rows]:
         """Return the projected keys and values [position][M] of a decoder layer."""
         w = self.weights.below(f"decoder.layers.{layer}.cross")
-        keys, values = zip(*(np.split(w.projected("kv", m), 2) for m in self.memory(encoded, layer)), strict=True)
+        return self._pairs(w, source, self.memory(encoded, layer))
+
+    def _pairs(self, w: Weights, source: list[int], memory: Rows) -> tuple[Rows, Rows]:
+        if self.config.fc_keys == "embedded":
+            xs = [self._embedded("source", position, token) for position, token in enumerate(source)]
+            xs = [w.norm("key_norm", x) for x in xs] if self.config.norm == "pre" else xs
+            return [w.linear("keys", x) for x in xs], [w.linear("values", m) for m in memory]
+        keys, values = zip(*(np.split(w.projected("kv", m), 2) for m in memory), strict=True)
         return list(keys), list(values)
 
     def length_logits(self, encoded: Trace) -> Vector:
@@ -109,12 +129,15 @@ class Oracle:
         """Return the input of a sub-layer f in x + f(LN(x)) or LN(x + f(x))."""
         return [w.norm(norm, x) for x in xs] if self.config.norm == "pre" else xs
 
-    def _leave(self, w: Weights, norm: str, xs: Rows, ys: Rows) -> Rows:
+    def _leave(self, w: Weights, norm: str, xs: Rows, ys: Rows, *, attention: bool = False) -> Rows:
         added = [x + y for x, y in zip(xs, ys, strict=True)]
+        if attention and self.config.attention_relu:
+            added = [activated(x, "relu") for x in added]
         return added if self.config.norm == "pre" else [w.norm(norm, x) for x in added]
 
     def _feed_forward(self, w: Weights, xs: Rows) -> Rows:
-        ys = [w.projected("ffn.out", self._inner(w, x)) for x in self._enter(w, "ffn.residual.norm", xs)]
+        hs = self._enter(w, "ffn.residual.norm", xs)
+        ys = [w.projected("ffn.out", self._inner(w, h) + (h if self.config.ffn_skip else 0)) for h in hs]
         return self._leave(w, "ffn.residual.norm", xs, ys)
 
     def _inner(self, w: Weights, x: Vector) -> Vector:
@@ -130,9 +153,8 @@ class Oracle:
 
     def _encoder_attention(self, layer: Weights, embedded: Rows, xs: Rows) -> Rows:
         config, kind = self.config, self.config.encoder_attention
-        relative = relative_of(
-            layer if config.relative_each_layer else self.weights.below("encoder"), config, config.max_source
-        )
+        place = layer if config.relative_each_layer else self.weights.below("encoder")
+        relative = relative_of(place, config, config.max_source)
         w = layer.below("attention")
         if kind == "slow":
             return slow_attention(w, config, embedded, xs, self._sees_source, relative)
@@ -142,7 +164,7 @@ class Oracle:
             return linear_attention(w, config, xs, self._sees_source)
         if kind == "synthesizer":
             return synthesizer(w, config, xs, self._sees_source)
-        return softmax_attention(w, config, kind, xs, self._sees_source, relative)
+        return softmax_attention(w, config, kind, xs, self._sees_source, (relative, vectors_of(place, config)))
 
     def _sees_source(self, h: int, i: int, j: int) -> bool:
         config, kind = self.config, self.config.encoder_attention
@@ -167,21 +189,26 @@ class Oracle:
         def sees(h: int, i: int, j: int) -> bool:
             return kind == "full" or (j <= i and (kind != "local" or i - j <= config.window))
 
-        relative = relative_of(
-            layer if config.relative_each_layer else self.weights.below("decoder"), config, config.max_target
-        )
+        place = layer if config.relative_each_layer else self.weights.below("decoder")
+        relative = relative_of(place, config, config.max_target), vectors_of(place, config)
         return softmax_attention(w, config, kind, xs, sees, relative)
 
-    def _cross_attention(self, w: Weights, memory: Rows, xs: Rows) -> tuple[Rows, list[list[list[float]]]]:
-        """Return the sub-layer's outputs, and its weights [position][head][source position]."""
+    def _cross_attention(
+        self, w: Weights, source: list[int], memory: Rows, rows: list[tuple[int, Vector, Vector]]
+    ) -> tuple[Rows, dict[int, list[list[float]]]]:
+        """Return the sub-layer's outputs, and its weights [head][source position] by target position.
+
+        Each row is a target position, what its query is made of, and what the sub-layer reads.
+        """
         config = self.above
-        keys, values = zip(*(np.split(w.projected("kv", m), 2) for m in memory), strict=True)
-        k, v = ([heads_of(x, config.heads) for x in part] for part in (keys, values))
-        results, weights = [], []
-        for t, x in enumerate(xs):
-            queries = heads_of(w.projected("q", x), config.heads)
+        kind = config.cross_attention if config.fc_scale else "dot"
+        k, v = ([heads_of(x, config.heads) for x in part] for part in self._pairs(w, source, memory))
+        results, weights = [], {}
+        for t, asking, x in rows:
+            queries = heads_of(w.projected("q", asking), config.heads)
+            columns = source if config.fc_table == "vocabulary" else list(range(len(source)))
             alphas = [
-                self._cross_weights(w, t, h, [score(config.cross_attention, w, h, (queries[h], key[h])) for key in k])
+                self._cross_weights(w, (t, columns), h, [score(kind, w, h, (queries[h], key[h])) for key in k])
                 for h in range(config.heads)
             ]
             context = np.concatenate([mixed(alphas[h], [value[h] for value in v]) for h in range(config.heads)])
@@ -189,13 +216,14 @@ class Oracle:
                 results.append(w.unbiased("out", sigmoid(w.linear("gate", x)) * context))
             else:
                 results.append(w.projected("out", context))
-            weights.append(alphas)
+            weights[t] = alphas
         return results, weights
 
-    def _cross_weights(self, w: Weights, t: int, h: int, products: list[float]) -> list[float]:
+    def _cross_weights(self, w: Weights, place: tuple[int, list[int]], h: int, products: list[float]) -> list[float]:
         if self.config.cross_attention != "fast_fc":
             return softmax(products)
-        scores = [s + w["position_scores"][t][j] + w["head_bias"][h] for j, s in enumerate(products)]
+        (t, columns), u = place, w["position_scores"]
+        scores = [s + u[t][column] + w["head_bias"][h] for column, s in zip(columns, products, strict=True)]
         if self.config.fc_softmax == "softmax":
             return softmax(scores)
         total = sum(math.exp(s) for s in scores) + (1 if self.config.fc_softmax == "tanh_bounded" else 0)

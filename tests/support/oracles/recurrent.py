@@ -86,7 +86,8 @@ class RecurrentOracle(Oracle):
                 xs = read(below.below("cell"), kind, "l0", xs, tuple(np.split(start, CELLS[kind][1])))
         if self.config.cross_attention == "none":
             return [self._scores(h, source, [], open_=True) for h in xs]
-        crossed, alphas = self._cross_attention(w.below("cross"), encoded, xs)
+        rows = [(t, x, x) for t, x in enumerate(xs)]
+        crossed, alphas = self._cross_attention(w.below("cross"), source, encoded, rows)
         mixed = [np.tanh(w.linear("mix", np.concatenate(pair))) for pair in zip(crossed, xs, strict=True)]
         return [self._scores(h, source, alphas[t], open_=True) for t, h in enumerate(mixed)]
 

@@ -1,0 +1,1 @@
+"""Which of the published choices train."""

@@ -1,0 +1,1 @@
+"""Attention of the target to the source."""
