@@ -51,6 +51,8 @@ def _check_expressible(config: ModelConfig) -> None:
         "cross_wiring": "last",
         "relative": "none",
         "positional_mlp": 0,
+        "attention_relu": False,
+        "ffn_skip": False,
         "head": "linear",
         "copy": False,
         "hybrid": False,

@@ -3,7 +3,6 @@
 It writes the errors on words that no model saw as JSON. An interrupted run continues where it stopped.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -113,7 +112,7 @@ def trained(variant: Variant, sizes: Sizes, parts: Parts, cache: Path) -> dict[s
 
 
 def skipped_share(training: Training, parts: Parts) -> float | None:
-    """Return the share of the decoder's input tokens that the hybrid pass skips; None without one."""
+    """Return the share of steps whose input the hybrid pass skips, of known targets; None without one."""
     config: ModelConfig = training.config
     if not config.hybrid:
         return None
@@ -124,7 +123,8 @@ def skipped_share(training: Training, parts: Parts) -> float | None:
         for token in training.coder.target_ids(pair.target)
     ]
     kept = config.hybrid_threshold * config.vocab_size
-    return sum(token >= kept and token not in source for token, source in inputs) / len(inputs)
+    skipped = sum(token >= kept and token not in source for token, source in inputs)
+    return skipped / (len(inputs) + len(parts.validation.pairs))  # and each begins with BOS, which is never skipped
 
 
 def rows_of(results: dict[Variant, list[Any]], variants: Sequence[Variant]) -> list[dict[str, Any]]:

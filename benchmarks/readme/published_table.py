@@ -13,16 +13,15 @@ def published_table(result: dict[str, Any]) -> str:
     ]
     for row in result["results"]:
         changes = ", ".join(f"`{name}={value}`" for name, value in row["changes"].items()) or "–"
-        lines.append(
-            f"| `{row['preset']}` | {changes} | {scores(row)} | {shown(row['skipped'], '.0%')} | {row['parameters']:,} |"
-        )
+        skipped = shown(row["skipped"], ".0%")
+        lines.append(f"| `{row['preset']}` | {changes} | {scores(row)} | {skipped} | {row['parameters']:,} |")
     sizes, steps = result["sizes"], result["results"][0]["steps"]
     return "\n".join(
         [
             *lines,
             "",
             f"Each was trained once, with one seed, for {steps:,} steps ({sizes['epochs']} epochs) on "
-            f"{result['pairs']['train']:,} words and their phonemes, with {sizes['layers']} + {sizes['layers']} layers of "
+            f"{result['pairs']['train']:,} pairs, with {sizes['layers']} + {sizes['layers']} layers of "
             f"width {sizes['width']}, and judged on {result['pairs']['validation']:,} pairs it never saw. "
             f"{where(result, ('torch',))}.",
         ]
