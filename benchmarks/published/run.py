@@ -36,9 +36,9 @@ class Variant:
 class Sizes:
     """What all variants share: words, and how long they are trained on."""
 
-    train_words: int = 24_000
+    train_words: int = 16_000
     validation_words: int = 1_000
-    epochs: int = 6
+    epochs: int = 5
     width: int = 96
     layers: int = 2
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from fatdeploy.export.reference.attention import FeatureMap, LayerState, Scores, Visible
 from fatdeploy.export.reference.config import ModelConfig
 from fatdeploy.export.reference.cross.attention import CrossAttention, SourceMemory
-from fatdeploy.export.reference.cross.fast_fc import FastFullyConnected, PreviousState
+from fatdeploy.export.reference.cross.fast_fc import FastFullyConnected, PreviousState, last_run
 from fatdeploy.export.reference.layers import FeedForward, Residual, SelfAttention, norm_of
 from fatdeploy.export.reference.positions import layer_relative, stack_relative, with_relative
 from fatdeploy.export.reference.recurrent.encoder import context_of
@@ -33,6 +33,7 @@ class Call:
     gate: Tensor | None  # [R, t, 1], 0 where the hybrid pass skips cross-attentions; None if it skips none
     weights_of: frozenset[int]  # the layers whose cross weights are wanted
     runs: Tensor | None = None  # [R, t, 1], 0 where the hybrid pass skips whole layers; None if it skips none
+    last_runs: Tensor | None = None  # [R, t + 1], of the first 0 … t positions the last that is not skipped
 
 
 def allowed_keys(config: ModelConfig, at: Tensor, j: Tensor, tokens: Tensor) -> Tensor:
@@ -95,13 +96,14 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor | None, LayerState]:
         """Return x after the layer, its cross weights if wanted, and its next state."""
         if self.attention is not None:
-            call = replace(call, visible=with_relative(call.visible, self.relative, call.at, call.keys_at))
+            if self.relative is not None:
+                call = replace(call, visible=with_relative(call.visible, self.relative, call.at, call.keys_at))
             y, state = self.attention(self.self_residual.enter(x), state, call, position)
             x = self.self_residual.leave(x, y)
         h, asking = self.cross_residual.enter(x), None
         if self.previous is not None:
             # A call on a whole target has no state, and starts from the source.
-            asking, state = self.previous(h, state or memory.starts[layer], call.runs)
+            asking, state = self.previous(h, state or memory.starts[layer], call.last_runs)
         crossed, weights = self._attend_source((h, asking), memory, layer, call)
         mixed: Tensor = self.ffn(self.cross_residual.leave(x, crossed))
         return mixed, weights, state
@@ -176,9 +178,9 @@ class Decoder(nn.Module):
             causal=config.decoder_attention in ("scaled_dot", "dot", "additive"),
         )
         visible = with_relative(visible, self.relative, at, j)
-        if config.hybrid_skips == "layer":
-            return Call(at, j, visible, None, weights_of, runs=gate)
-        return Call(at, j, visible, gate, weights_of)
+        if gate is None or config.hybrid_skips == "cross":
+            return Call(at, j, visible, gate, weights_of)
+        return Call(at, j, visible, None, weights_of, runs=gate, last_runs=last_run(gate))
 
     def forward(
         self, x: Tensor, state: DecoderState, memory: SourceMemory, call: Call

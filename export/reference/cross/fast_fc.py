@@ -85,14 +85,17 @@ class PreviousState(nn.Module):
         super().__init__()
         self.start = nn.Linear(config.width, config.width)
 
-    def forward(self, h: Tensor, past: LayerState, runs: Tensor | None) -> tuple[Tensor, LayerState]:
-        """Return what each position's query is made of, [R, t, M], and the last one's own vector [R, M]."""
+    def forward(self, h: Tensor, past: LayerState, last: Tensor | None) -> tuple[Tensor, LayerState]:
+        """Return what each position's query is made of, [R, t, M], and what the next call's first one is, [R, M].
+
+        ``last`` [R, t + 1] are the numbers of ``last_run``; None if nothing is skipped.
+        """
         vectors = torch.cat([past[0][:, None], h], 1)
-        if runs is None:
+        if last is None:
             return vectors[:, :-1], (vectors[:, -1],)
-        last = last_run(runs)
         before = vectors.gather(1, last[:, :-1, None].expand_as(h))
-        return before, (vectors.gather(1, last[:, -1:, None].expand_as(h[:, :1])).squeeze(1),)
+        following = vectors.gather(1, last[:, -1, None, None].expand(-1, -1, h.shape[2]))
+        return before, (following.squeeze(1),)
 
 
 def last_run(runs: Tensor) -> Tensor:

@@ -130,8 +130,8 @@ def test_a_preset_accepts_a_list_in_place_of_a_tuple() -> None:
     assert config.encoder_attention == ("local", "strided")
 
 
-def test_there_are_seven_presets_in_three_sizes() -> None:
-    assert len(preset_names()) == 21
+def test_there_are_nine_presets_in_three_sizes() -> None:
+    assert len(preset_names()) == 27
     named = {
         "transformer-base",
         "transformer-nat-small",

@@ -146,7 +146,7 @@ def any_values() -> st.SearchStrategy[dict]:
             "encoder_layers": st.integers(1, 2),
             "decoder_layers": st.integers(1, 2),
             "positions": st.sampled_from(["sinusoidal", "learned", "none"]),
-            "relative": st.sampled_from(["none", "none", "table", "angle", "matrix"]),
+            "relative": st.sampled_from(["none", "none", "none", "table", "angle", "matrix"]),
             "relative_self": st.sampled_from([True, True, False]),
             "attention_relu": st.booleans(),
             "ffn_skip": st.booleans(),
@@ -176,6 +176,16 @@ def any_values() -> st.SearchStrategy[dict]:
     )
 
 
+UNPUBLISHED = {
+    "fc_keys": "encoder",
+    "fc_table": "source",
+    "fc_scale": True,
+    "hybrid_skips": "cross",
+    "relative_self": True,
+    "ffn_skip": False,
+}
+
+
 def config_of(values: dict) -> ModelConfig:
     return config_from_preset("transformer-tiny", **{"max_source": 16, "max_target": 16, **values})
 
@@ -194,5 +204,7 @@ def test_a_combination_is_refused_if_and_only_if_the_table_forbids_it(values: di
 @given(any_values(), st.integers(0, 2**32))
 def test_any_legal_autoregressive_combination_is_the_same_whole_and_stepped(values: dict, seed: int) -> None:
     values = {**values, "decoding": "autoregressive"}
+    # Few draws are legal. What belongs to one other choice alone gives way, so that enough are.
+    values = values if legal(values) else {**values, **UNPUBLISHED}
     assume(legal(values))
     check_equalities(random_model(config_of(values), seed).double())
