@@ -19,8 +19,10 @@ from fatdeploy.targets import Dialect, HalfPrecision, Target
 
 # Bundles of these targets differ only in the dialect of their graphs.
 TARGETS: dict[Dialect, Target] = {"ort": "ort-cpu", "standard": "onnx"}
+# Exports take seconds. Those of the other presets are in tests of their own, most of them slow.
+EXPORTED = [preset for preset in PRESETS if not preset.endswith("-published")]
 # The loop of `at` has no half precision.
-HALF_PRESETS = [preset for preset in PRESETS if preset != "at"]
+HALF_PRESETS = [preset for preset in EXPORTED if preset != "at"]
 # The environment variable with the folder that all test processes of a run share.
 SHARED = "FATDEPLOY_TEST_BUNDLES"
 

@@ -15,7 +15,6 @@ from fatdeploy.export.graph_files import graphs_of
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.models.exportable import exportable_model
 from fatdeploy.export.pipeline import Origin, write_bundle
-from fatdeploy.export.reference.presets import PRESETS
 from fatdeploy.export.tracing.trace import traced_encoder
 from fatdeploy.manifest import DECODER, ENCODER, WEIGHTS
 from fatdeploy.runtimes.decoding.loop import decode
@@ -23,13 +22,14 @@ from fatdeploy.runtimes.decoding.options import DecodeOptions
 from fatdeploy.runtimes.engines.ort import host_memory
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.engines.protocol import Capacity, Want
-from tests.support.bundles import bundle_of, model_of
-from tests.support.choices import AUTOREGRESSIVE, tiny
+from tests.support.bundles import EXPORTED, bundle_of, model_of
+from tests.support.choices import tiny
 from tests.support.engines.kinds import Kind, engine_of
 
 LENGTHS = (1, 2, 7, 31, 256)
-EVERY = [(f"{preset}-tiny", dialect) for preset in PRESETS for dialect in ("ort", "standard")]
-ENGINES = [*EVERY, *((f"{preset}-tiny", "trt") for preset in PRESETS)]
+EVERY = [(f"{preset}-tiny", dialect) for preset in EXPORTED for dialect in ("ort", "standard")]
+AUTOREGRESSIVE = [preset for preset in EXPORTED if preset != "transformer-nat"]
+ENGINES = [*EVERY, *((f"{preset}-tiny", "trt") for preset in EXPORTED)]
 
 
 def sources(vocabulary: int) -> list[list[int]]:

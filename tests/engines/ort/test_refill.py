@@ -16,7 +16,13 @@ from tests.support.bundles import bundle_of, model_of
 from tests.support.engines.kinds import engine_of
 from tests.support.quantized import quantized_of
 
-PRESETS = ("transformer-tiny", "fat-tiny", "at-tiny", "rnn-tiny", "fat-published-tiny")
+PRESETS = (
+    "transformer-tiny",
+    "fat-tiny",
+    "at-tiny",
+    "rnn-tiny",
+    pytest.param("fat-published-tiny", marks=pytest.mark.slow),
+)
 STEPS = 14
 
 

@@ -54,7 +54,7 @@ def test_state_tensors_have_the_shapes_of_the_contract(preset: str) -> None:
     expected = [tuple(sizes.get(axis, axis) for axis in spec.shape) for spec in engine.spec.state]
     assert [tuple(tensor.shape) for tensor in state.tensors] == expected
     names = [spec.name for spec in engine.spec.state]
-    assert len(set(names)) == len(names) == (1 if preset == "at" else 4)
+    assert len(set(names)) == len(names) == {"at": 1, "fat-published": 2}.get(preset, 4)
 
 
 def test_a_reordered_state_continues_the_chosen_rows() -> None:

@@ -8,12 +8,11 @@ import pytest
 from torch import nn
 
 from fatdeploy.export.models.exportable import ExportableUserModel, exportable_model
-from fatdeploy.export.reference.presets import PRESETS
 from fatdeploy.export.tracing.row_positions import with_row_positions
 from fatdeploy.export.tracing.samples import SAMPLES, drawn_samples
 from fatdeploy.manifest import DECODER
 from fatdeploy.targets import TARGETS
-from tests.support.bundles import bundle_of, model_of
+from tests.support.bundles import EXPORTED, bundle_of, model_of
 from tests.support.choices import name_of, tiny
 
 CPU = TARGETS["ort-cpu"]
@@ -62,9 +61,9 @@ def test_other_targets_and_models_of_users_have_one_position_for_all_rows() -> N
     assert not with_row_positions(own, CPU).spec.row_positions
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", EXPORTED)
 def test_the_contract_of_a_bundle_says_which_positions_its_graph_takes(preset: str) -> None:
-    expected = preset in ("transformer", "at", "at-linear", "rnn", "fat", "fat-published")
+    expected = preset in ("transformer", "at", "at-linear", "rnn", "fat")
     assert bundle_of(f"{preset}-tiny").spec.row_positions == expected
     assert not bundle_of(f"{preset}-tiny", "standard").spec.row_positions
     histogram = bundle_of(f"{preset}-tiny").manifest.histograms[DECODER]["simplified"]
