@@ -9,6 +9,7 @@ import onnx
 import pytest
 
 from fatdeploy.bundle import Bundle
+from fatdeploy.errors import ParityFailed
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.manifest import DECODER, ENCODER
@@ -36,6 +37,7 @@ SKIPPING: dict[str, Any] = {
 }
 STATELESS: dict[str, Any] = {"fc_softmax": "softmax", "hybrid_skips": "cross", "cross_wiring": "matched"}
 RECURRENT: dict[str, Any] = {
+    "fc_softmax": "tanh_bounded",
     "decoder_attention": "gru",
     "hybrid": False,
     "hybrid_skips": "cross",
@@ -178,9 +180,15 @@ def test_integers_take_the_matrices_of_published_layers(preset: str) -> None:
     assert tokens_of(together) == tokens_of(alone)
 
 
+def test_vectors_of_the_positions_before_stay_float32_in_half_precision() -> None:
+    halved = bundle_of(FAT).spec.halved("float16")
+    assert {tensor.dtype for tensor in halved.memory} == {"float16"}
+    assert {tensor.dtype for tensor in halved.state} == {"float32"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", [FAT, FAST])
-def test_half_precision_keeps_the_vectors_of_positions_before_in_float32(preset: str) -> None:
-    bundle = half_of(preset)
-    assert {tensor.dtype for tensor in bundle.spec.memory} == {"float16"}
-    assert {tensor.dtype for tensor in bundle.spec.state} == {"float32" if preset == FAT else "float16"}
+def test_vectors_per_distance_go_to_half_precision_and_unbounded_weights_are_refused_by_name(tmp_path: Path) -> None:
+    bundle = half_of(FAST)
+    assert {tensor.dtype for tensor in (*bundle.spec.memory, *bundle.spec.state)} == {"float16"}
+    with pytest.raises(ParityFailed, match="beyond the range of the precision: export with --precision bf16 or fp32"):
+        write_bundle(model_of(FAT), tmp_path / "half", origin=Origin(name=FAT), target="onnx", precision="fp16")
