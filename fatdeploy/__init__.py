@@ -35,7 +35,7 @@ _ON_USE = {
     "build_shortlist": "fatdeploy.runtimes.shortlist.build",
     "export_model": "fatdeploy.export.api",
     "inspect": "fatdeploy.runtimes.inspection",
-    "load": "fatdeploy.runtimes.model",
+    "load": "fatdeploy.runtimes.loading",
     "verify": "fatdeploy.runtimes.proof.verify",
 }
 
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from fatdeploy.runtimes.decoding.options import DecodeOptions
     from fatdeploy.runtimes.decoding.streaming import Event, Stream
     from fatdeploy.runtimes.inspection import Inspection, inspect
-    from fatdeploy.runtimes.model import Model, load
+    from fatdeploy.runtimes.loading import load
+    from fatdeploy.runtimes.model import Model
     from fatdeploy.runtimes.proof.verify import Verification, verify
     from fatdeploy.runtimes.shortlist.build import build_shortlist
 else:

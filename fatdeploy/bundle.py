@@ -7,13 +7,17 @@ import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fatdeploy._version import VERSION
-from fatdeploy.errors import BundleError, in_one_line
-from fatdeploy.folders import replaced_folder
+from fatdeploy.errors import BundleError, BundleReplaced, in_one_line
+from fatdeploy.folders import Identity, identity_of, replaced_folder
 from fatdeploy.manifest import FORMAT, GRAPHS, MANIFEST, PARITY, REQUIRED, WEIGHTS, FileRecord, Manifest
 from fatdeploy.plans import Part
 from fatdeploy.records import RecordReader, json_from_record, shown
@@ -24,6 +28,8 @@ _MOST_REASONS = 20
 # ValueError: a NUL in the path. RuntimeError: links in a circle, before Python 3.13.
 _UNREADABLE = (OSError, ValueError, RuntimeError)
 _EXPORT = "fatdeploy export SOURCE --out"
+# How often a folder is read again that was replaced meanwhile.
+ATTEMPTS = 5
 # For a folder that may not be a bundle at all: the advice must not be to overwrite it.
 _WRITE_ONE = f"a bundle is a folder with a {MANIFEST}; write one: {_EXPORT} DIR"
 
@@ -33,12 +39,13 @@ class Bundle:
     """A folder whose files match its manifest.
 
     Two exports of the same input with the same versions have the same ``digest``: it covers everything except the
-    certificate, which depends on the machine.
+    certificate, which depends on the machine. ``identity`` is that of the files that were checked.
     """
 
     path: Path
     manifest: Manifest
     digest: str
+    identity: Identity = field(repr=False, compare=False)
 
     @property
     def spec(self) -> ModelSpec:
@@ -49,6 +56,22 @@ class Bundle:
     def total_bytes(self) -> int:
         """The size of all listed files."""
         return sum(record.size for record in self.manifest.files.values())
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the files at the bundle's path are those that were checked."""
+        return identity_of(self.path, _named(self.manifest)) == self.identity
+
+    def check_unchanged(self) -> None:
+        """Raise BundleReplaced if the files at the bundle's path are no longer those that were checked."""
+        if not self.is_unchanged:
+            raise BundleReplaced(f"{self.path} was replaced while it was read: run the same again")
+
+    @cached_property
+    def weights(self) -> NDArray[np.uint8]:
+        """The bytes of the weights file, mapped once: they stay those of this bundle when its folder is replaced."""
+        # As a plain array: parts of a memmap would be memmaps too.
+        return np.asarray(np.memmap(self.file(WEIGHTS), np.uint8, "r"))
 
     def file(self, name: str) -> Path:
         """Return the path of a listed file; other files of the folder were not checked and are refused."""
@@ -75,9 +98,23 @@ def write_manifest(folder: str | Path, manifest: Manifest) -> Bundle:
 def read_bundle(path: str | Path, *, check_hashes: bool = True) -> Bundle:
     """Return the bundle in a folder; anything damaged, missing or unknown is one BundleError with every reason."""
     path = Path(path)
-    folder = _existing_folder(path)
+    for left in reversed(range(ATTEMPTS)):
+        folder = _existing_folder(path)
+        before = identity_of(folder, [])
+        try:
+            return _read(path, folder, before, check_hashes)
+        except BundleError:
+            # Half of it may be of a bundle that took its place meanwhile.
+            if not left or identity_of(folder, []) == before:
+                raise
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _read(path: Path, folder: Path, before: Identity, check_hashes: bool) -> Bundle:
+    """Return the bundle in a folder whose own identity was taken before anything of it was read."""
     values, digest = _values_and_digest(path, folder)
     manifest = _manifest_from_values(path, values, digest)
+    _, *stamps = identity_of(folder, _named(manifest))
     reasons = [f"{name}: {MANIFEST} does not list it" for name in _needed(manifest) if name not in manifest.files]
     for name, record in manifest.files.items():
         reason = _wrong_name(name) or _wrong_file(folder, name, record, check_hashes)
@@ -85,7 +122,14 @@ def read_bundle(path: str | Path, *, check_hashes: bool = True) -> Bundle:
             reasons.append(f"{shown(name)}: {reason}")
     if reasons:
         _refuse(path, reasons)
-    return Bundle(folder, manifest, digest)
+    bundle = Bundle(folder, manifest, digest, (*before, *stamps))
+    bundle.check_unchanged()
+    return bundle
+
+
+def _named(manifest: Manifest) -> list[str]:
+    """Return the files of a bundle that have plain names, with the manifest itself."""
+    return [MANIFEST, *(name for name in manifest.files if not _wrong_name(name))]
 
 
 def copy_files(bundle: Bundle, folder: Path) -> None:

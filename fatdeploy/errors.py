@@ -30,6 +30,10 @@ class BundleError(FatdeployError, OSError):
     """A bundle is missing, damaged or of a format that this version cannot read."""
 
 
+class BundleReplaced(BundleError):
+    """Another bundle took the place of one while it was read."""
+
+
 class DataError(FatdeployError, ValueError):
     """A file of data has lines that cannot be used."""
 

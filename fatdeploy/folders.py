@@ -4,7 +4,7 @@ import ctypes
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,6 +32,23 @@ def replaced_folder(folder: Path, *, force: bool = False) -> Iterator[Path]:
         _exchange(new, folder)
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+# Device and inode of a folder, and the same with size and time of change of files in it; empty for what is missing.
+Identity = tuple[tuple[int, ...], ...]
+
+
+def identity_of(folder: Path, names: Iterable[str]) -> Identity:
+    """Return what changes when a folder or a file in it is replaced by another."""
+    return (_stamp(folder)[:2], *(_stamp(folder / name) for name in names))
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    try:
+        status = path.stat()
+    except (OSError, ValueError):
+        return ()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def share(path: Path) -> None:

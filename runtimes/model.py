@@ -1,18 +1,16 @@
 """What an application embeds: a bundle, loaded once, that decodes ids or text from any number of threads."""
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from time import monotonic
 from typing import Any, Literal
 
-from fatdeploy.bundle import Bundle, read_bundle
+from fatdeploy.bundle import Bundle
 from fatdeploy.errors import SpecMismatch
 from fatdeploy.runtimes.bulk.crews import Crews
 from fatdeploy.runtimes.bulk.jobs import Job
-from fatdeploy.runtimes.bulk.sharing import Sharing, crews_of
+from fatdeploy.runtimes.bulk.sharing import Sharing
 from fatdeploy.runtimes.bulk.workers import Workers
 from fatdeploy.runtimes.call_checks import check_call, check_list, check_shortlist, check_streamed
 from fatdeploy.runtimes.closing import ClosedOnExit
@@ -25,9 +23,6 @@ from fatdeploy.runtimes.decoding.sources import CheckedSources, wrong_source
 from fatdeploy.runtimes.decoding.stops import Stops, TextOf, text_of_result
 from fatdeploy.runtimes.decoding.streaming import Deltas, Stream
 from fatdeploy.runtimes.defaults import changed_options, check_names, default_options, within_room
-from fatdeploy.runtimes.engines.opening import opened_engine
-from fatdeploy.runtimes.engines.ort.sessions import onnxruntime_module
-from fatdeploy.runtimes.engines.ort.versions import warn_of_version
 from fatdeploy.runtimes.engines.protocol import Engine
 from fatdeploy.runtimes.shortlist.lists import SourceLists
 from fatdeploy.runtimes.shortlist.table import read_table
@@ -50,32 +45,6 @@ from fatdeploy.runtimes.text.source_reader import (
     joined,
 )
 from fatdeploy.spec import ModelSpec
-from fatdeploy.targets import TARGETS, Provider
-
-log = logging.getLogger("fatdeploy")
-
-
-def load(
-    path: str | Path,
-    *,
-    threads: int | None = None,
-    spinning: bool = True,
-    providers: Sequence[Provider] | None = None,
-    cuda_graphs: bool = True,
-    check_hashes: bool = True,
-) -> "Model":
-    """Return the model in a bundle's folder, on the engine that it was exported for.
-
-    ``threads``, ``spinning`` and ``providers`` are for onnxruntime. The default is one thread per core. Threads that
-    spin while they wait respond sooner, but keep cores busy. The default providers are those that the bundle was
-    exported for; a missing one is an error, never a silent fallback. ``cuda_graphs`` is for TensorRT: steps are
-    recorded once and replayed.
-    """
-    bundle = read_bundle(path, check_hashes=check_hashes)
-    engine = opened_engine(bundle, threads=threads, spinning=spinning, providers=providers, cuda_graphs=cuda_graphs)
-    if TARGETS[bundle.manifest.target].engine == "onnxruntime":
-        warn_of_version(bundle, onnxruntime_module().__version__)
-    return Model(bundle, engine, crews_of(bundle, engine, threads=threads, spinning=spinning, providers=providers))
 
 
 class Model(ClosedOnExit):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fatdeploy
 from fatdeploy import BundleError, ConfigError, DecodeOptions, Hypothesis
-from fatdeploy.bundle import Bundle, read_bundle, write_manifest
+from fatdeploy.bundle import read_bundle, write_manifest
 from fatdeploy.export.models.eager import EagerEngine
 from fatdeploy.export.pipeline import Origin, write_bundle
 from fatdeploy.manifest import GenerationRecord
@@ -128,7 +128,7 @@ JSON = st.recursive(
 @settings(max_examples=300, deadline=None)
 def test_any_json_is_options_or_one_refusal(values: dict[str, Any]) -> None:
     bundle = bundle_of(TINY)
-    described = Bundle(bundle.path, replace(bundle.manifest, generation=GenerationRecord(values)), bundle.digest)
+    described = replace(bundle, manifest=replace(bundle.manifest, generation=GenerationRecord(values)))
     try:
         options = default_options(described)
     except BundleError:

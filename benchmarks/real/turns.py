@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 from benchmarks.harness.rounds import print_turn
 from benchmarks.real.sources import MODEL, PEER, Vocabulary
-from fatdeploy.runtimes.model import load
+from fatdeploy.runtimes.loading import load
 
 RealEngine = Literal["fatdeploy", "ctranslate2"]
 RealPart = Literal["alone", "bulk"]

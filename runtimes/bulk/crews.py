@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from threading import Lock
 from typing import Any
 
+from fatdeploy.errors import BundleReplaced
 from fatdeploy.measured import kept
 from fatdeploy.runtimes.bulk.speed import PATIENCE_S, Speeds
 from fatdeploy.runtimes.closing import ClosedOnExit
@@ -64,6 +65,14 @@ class Crews(ClosedOnExit):
                 self._single = None
 
     def _found(self) -> Crew:
+        try:
+            return self._kept()
+        except BundleReplaced:
+            # What was loaded stays as it is, and so do all results.
+            log.warning("the bundle's folder was replaced, so no workers can be added: load it again")
+            return Crew(self._engine, 1, ROWS[0])
+
+    def _kept(self) -> Crew:
         chosen = kept("bulk", self._key, self._measured)
         workers, rows = int(chosen["workers"]), int(chosen["rows"])
         engine = self._engine_of_one if workers > 1 else self._engine

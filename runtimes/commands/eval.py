@@ -136,7 +136,7 @@ def eval(  # noqa: A001 - the name of the command
         pairs_of_ids,
         scores_of,
     )
-    from fatdeploy.runtimes.model import load
+    from fatdeploy.runtimes.loading import load
     from fatdeploy.runtimes.text.languages import LanguagePair
 
     names = chosen_metrics(names, as_ids, ignored)

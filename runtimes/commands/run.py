@@ -113,7 +113,7 @@ def run(
     Options that are not typed come from the bundle, which has the settings of the model's authors: fatdeploy inspect
     shows them.
     """
-    from fatdeploy.runtimes.model import load
+    from fatdeploy.runtimes.loading import load
 
     if stream and (scores or alignments) and not as_json:
         raise click.UsageError("--stream writes targets alone: add --json to combine it with --scores or --alignments")

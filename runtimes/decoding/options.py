@@ -28,6 +28,8 @@ Ids = Sequence[int]
 
 POSITIVE = Number(low=0, low_open=True, expected="a number above 0")
 FRACTION = Number(low=0, low_open=True, high=1, expected="a number above 0, at most 1")
+# To the power of more, the lengths of long targets are beyond a float32.
+PENALTY = Number(low=-8, high=8, expected="a number from -8 to 8")
 FROM_ZERO = Number(low=0, high=1, high_open=True, expected="a number from 0, below 1")
 IDS = Rule("token ids", are_ids)
 
@@ -64,7 +66,9 @@ class DecodeOptions:
     max_new_tokens: Annotated[int | None, Whole(1), "Most new tokens per target (default: the model's limit)."] = None
     min_new_tokens: Annotated[int, Whole(0), "Fewest new tokens per target, not counting EOS."] = 0
     num_beams: Annotated[int, Whole(1), "Beams of a beam search, with Hugging Face's semantics; 1 is greedy."] = 1
-    length_penalty: Annotated[float, Number(expected="a number"), "Above 1, beams prefer long targets."] = 1.0
+    length_penalty: Annotated[
+        float, PENALTY, "Beams compare scores divided by their length to this power: above 1 prefers long targets."
+    ] = 1.0
     early_stopping: Annotated[
         EarlyStopping,
         Rule(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from fatdeploy.bundle import Bundle
-from fatdeploy.errors import ConfigError
+from fatdeploy.errors import BundleReplaced, ConfigError
 from fatdeploy.runtimes.decoding.sources import MostSources
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.engines.ort.options import OrtOptions
@@ -20,7 +20,24 @@ def opened_engine(
     providers: Sequence[Provider] | None = None,
     cuda_graphs: bool = True,
 ) -> Engine[Any]:
-    """Return the engine that a bundle was exported for; options that the engine does not use are refused."""
+    """Return the engine that a bundle was exported for; options that the engine does not use are refused.
+
+    A folder that was replaced since the bundle was read is BundleReplaced: its graphs may be those of another model.
+    """
+    if bundle.manifest.output_matrix is not None:
+        bundle.weights  # noqa: B018 - mapped now: later the path may lead to another bundle
+    engine = _opened(bundle, threads, spinning, providers, cuda_graphs)
+    try:
+        bundle.check_unchanged()
+    except BundleReplaced:
+        engine.close()
+        raise
+    return engine
+
+
+def _opened(
+    bundle: Bundle, threads: int | None, spinning: bool, providers: Sequence[Provider] | None, cuda_graphs: bool
+) -> Engine[Any]:
     record = TARGETS[bundle.manifest.target]
     if record.flavour is None:
         _check_unused(bundle, {"cuda_graphs": cuda_graphs is not True})

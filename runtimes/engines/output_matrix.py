@@ -153,8 +153,7 @@ class StoredMatrix:
                 f"{bundle.path}: the output matrix must end within {size} bytes of {WEIGHTS}, "
                 f"the manifest says {end}; export the bundle again"
             )
-        # As a plain array: rows picked from a memmap would be memmaps too, and keep the file open as long as they live.
-        self._arrays[key] = np.asarray(np.memmap(bundle.file(WEIGHTS), dtype, "r", offset, shape))
+        self._arrays[key] = bundle.weights[offset:end].view(dtype).reshape(shape)
         return self._arrays[key]
 
 

@@ -127,6 +127,7 @@ def verify(
         if live is not None:
             compare = exporter("proof.live_model").compared_with_model
             agreement, original = compare(bundle, engine, live.source, live.count, live.seed, progress)
+    bundle.check_unchanged()
     if record and isinstance(result, GateCheck):
         record_here(bundle, result.share)
     return Verification(bundle, result, agreement, original)

@@ -19,7 +19,10 @@ WHOLE = "must be a whole number from"
         *(("max_new_tokens", value, f"{WHOLE} 1 up") for value in (0, -1, 2.5, True, "3")),
         *(("min_new_tokens", value, f"{WHOLE} 0 up") for value in (-1, None)),
         *(("num_beams", value, f"{WHOLE} 1 up") for value in (0, 1.0, None)),
-        *(("length_penalty", value, "must be a number") for value in (None, "1", 1j, np.inf, np.float32("nan"))),
+        *(
+            ("length_penalty", value, "must be a number from -8 to 8")
+            for value in (None, "1", 1j, np.inf, np.float32("nan"), 400, -400, -1e5, 8.5)
+        ),
         *(("early_stopping", value, "must be True, False or 'never'") for value in (None, "always", 1, 0, np.ones(2))),
         *(("num_return_sequences", value, f"{WHOLE} 1 up") for value in (0, True)),
         ("sample", 1, "must be True or False"),

@@ -16,7 +16,7 @@ from benchmarks.real.integers.settings import PARTS, IntegerEngine, IntegerSizes
 from benchmarks.real.sources import MODEL, Vocabulary, evenly
 from fatdeploy.bundle import read_bundle
 from fatdeploy.runtimes.engines.opening import opened_engine
-from fatdeploy.runtimes.model import load
+from fatdeploy.runtimes.loading import load
 from fatdeploy.runtimes.proof.gate import Material, forced_fidelity
 from fatdeploy.spec import ModelSpec
 

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import logging
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ class Sessions:
 def opened_sessions(ort: Any, bundle: Bundle, options: OrtOptions) -> Sessions:
     """Open both graphs; refuse a provider that is not available and a graph that does not fit the contract."""
     _check_available(ort, options)
+    _check_version(ort, bundle)
     _check_bfloat16(bundle, options)
     _check_row_positions(bundle, options)
     encoder, decoder = (_bundle_session(ort, bundle, name, options) for name in (ENCODER, DECODER))
@@ -90,6 +92,24 @@ def _check_available(ort: Any, options: OrtOptions) -> None:
         versions = installed_versions()
         advice = "fatdeploy doctor" if GPU_RUNTIME.name in versions else install_command(GPU_RUNTIME, versions)
         raise BackendUnavailable(f"onnxruntime here has no {missing}, only {available}: {advice}")
+
+
+def _check_version(ort: Any, bundle: Bundle) -> None:
+    """Raise for an onnxruntime older than the bundle was verified with: before 1.31 caches in place corrupt memory."""
+    if bundle.manifest.onnxruntime is None or not any(tensor.kind == "cache" for tensor in bundle.spec.state):
+        return
+    oldest, _ = bundle.manifest.onnxruntime
+    if release(ort.__version__) < release(oldest):
+        raise BackendUnavailable(
+            f"{bundle.path} needs onnxruntime {oldest} or newer, this is {ort.__version__}: older versions may write "
+            f"outside of its caches. Install it: pip install 'onnxruntime>={oldest}'"
+        )
+
+
+def release(version: str) -> list[int]:
+    """Return the numbers at the start of a version."""
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return [int(number) for number in numbers[0].split(".")] if numbers else []
 
 
 def _check_bfloat16(bundle: Bundle, options: OrtOptions) -> None:

@@ -29,7 +29,7 @@ from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.engines.ort.options import PROVIDERS, OrtOptions
 from fatdeploy.runtimes.engines.ort.sessions import _provider_options, opened_sessions
 from fatdeploy.runtimes.engines.protocol import Capacity, Want
-from fatdeploy.runtimes.model import load
+from fatdeploy.runtimes.loading import load
 from fatdeploy.runtimes.proof.fidelity import token_fidelity
 from fatdeploy.runtimes.proof.probes import read_probes
 from fatdeploy.targets import TARGETS
