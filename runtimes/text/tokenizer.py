@@ -126,7 +126,9 @@ class PackageTokenizer:
             ) from error
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
-        except Exception as error:  # the package raises nothing more specific
+        except BaseException as error:
+            if not _is_of_package(error):
+                raise
             raise unreadable(path, error) from error
         # These settings of the file would silently drop tokens or add some.
         self._tokenizer.no_truncation()
@@ -189,10 +191,14 @@ def _own_errors(action: str) -> Iterator[None]:
     except SpecMismatch:
         raise
     except BaseException as error:
-        # A panic of the package is no Exception, and its class cannot be imported.
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise SpecMismatch(f"the tokenizer cannot {action}: {' '.join(str(error).split())}") from error
-        raise
+        if not _is_of_package(error):
+            raise
+        raise SpecMismatch(f"the tokenizer cannot {action}: {' '.join(str(error).split())}") from error
+
+
+def _is_of_package(error: BaseException) -> bool:
+    """Whether the package raised an error: its panics are no Exception, and their class cannot be imported."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def unreadable(path: Path, error: Exception) -> BundleError:

@@ -163,6 +163,22 @@ def test_a_damaged_file_is_a_bundle_error_with_or_without_the_package(
         tokenizer_from_file(tmp_path / "tokenizer.json")
 
 
+# A charsmap that is no charsmap makes the package panic, which is no Exception: while it is read, or at the first text.
+@pytest.mark.parametrize(("charsmap", "is_read"), [("/////wAA", False), ("BAAAAP///38AAAAA", True)])
+def test_a_panic_of_the_package_is_our_error(charsmap: str, is_read: bool, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    built_tokenizer(PAIRS, "characters").save(path)
+    content = json.loads(path.read_text())
+    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": charsmap}
+    path.write_text(json.dumps(content))
+    if is_read:
+        with pytest.raises(SpecMismatch, match="the tokenizer cannot read 'hello'"):
+            tokenizer_from_file(path).encoded("hello")
+    else:
+        with pytest.raises(BundleError, match=r"cannot read .*tokenizer\.json: .*; export the bundle again"):
+            tokenizer_from_file(path)
+
+
 def test_half_a_character_is_not_a_token(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     built_tokenizer([("a", "b")], "characters").save(path)
