@@ -1,9 +1,14 @@
 """The command line's frame: which commands there are, where each lives, logging, and how errors are shown."""
 
+import errno
 import importlib
 import logging
+import os
+import signal
 import sys
-from typing import Any
+from contextlib import suppress
+from threading import current_thread, main_thread
+from typing import Any, NoReturn
 
 import click
 
@@ -51,13 +56,45 @@ class LazyGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            sys.stdout.flush()  # a full disk is an error now, not when Python ends
+        except BrokenPipeError:
+            # Whoever read the output has seen enough, as `head` has.
+            _drop_output()
+            ctx.exit(0)
         except FatdeployError as error:
             log.debug("traceback of the error below", exc_info=True)
             click.echo(f"Error: {' '.join(str(error).split())}", err=True)
             for line in error.table:
                 click.echo(line, err=True)
             ctx.exit(1)
+        except OSError as error:
+            log.debug("traceback of the error below", exc_info=True)
+            _drop_output()
+            place = "" if error.filename is None else f"{error.filename}: "
+            advice = "; free some space and run the same again" if error.errno == errno.ENOSPC else ""
+            click.echo(f"Error: {place}{error.strerror or error}{advice}", err=True)
+            ctx.exit(1)
+        return result
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        # The default would end the process at once, and leave behind what it was writing.
+        if current_thread() is main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _end)
+        return super().main(*args, **kwargs)
+
+
+def _end(number: int, _: object) -> NoReturn:
+    """Leave through every ``finally``, with the exit code of a process that a signal ended."""
+    raise SystemExit(128 + number)
+
+
+def _drop_output() -> None:
+    """Write what is still to be written nowhere: Python would fail again when it ends."""
+    with suppress(OSError, ValueError):  # standard output that is no file
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def set_up_logging(level: int) -> None:

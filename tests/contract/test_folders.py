@@ -1,5 +1,8 @@
 """Folders that are replaced as a whole."""
 
+import logging
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -56,3 +59,36 @@ def test_a_file_in_the_way_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a folder; move it away first"):
         written(tmp_path / "a", "new", force=True)
     assert (tmp_path / "a").read_text() == "precious"
+
+
+def test_what_a_killed_process_left_is_removed_after_a_day_and_named_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in (".a.old1", ".a.young", ".ab.other", "a.mine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("half")
+    yesterday = time.time() - folders.LEFT_SECONDS - 1
+    for name in (".a.old1", ".ab.other", "a.mine"):
+        os.utime(tmp_path / name, (yesterday, yesterday))
+    with caplog.at_level(logging.WARNING, "fatdeploy"):
+        written(tmp_path / "a", "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".a.young", ".ab.other", "a", "a.mine"]
+    assert caplog.messages == [
+        f"{tmp_path}/.a.young belongs to a process that writes {tmp_path}/a too, or was interrupted"
+    ]
+
+
+def written_at_once(folder: Path, *, force: bool) -> None:
+    """Write a folder, and let another process finish the same folder first."""
+    with replaced_folder(folder, force=force) as new:
+        (new / "file").write_text("second")
+        written(folder, "first")
+
+
+def test_a_folder_that_another_process_wrote_meanwhile_is_replaced_only_by_force(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="was written by another process meanwhile; pass --force"):
+        written_at_once(tmp_path / "a", force=False)
+    assert (tmp_path / "a" / "file").read_text() == "first"
+    written_at_once(tmp_path / "b", force=True)
+    assert (tmp_path / "b" / "file").read_text() == "second"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
