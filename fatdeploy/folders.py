@@ -101,10 +101,8 @@ def _exchange(new: Path, folder: Path, *, force: bool) -> None:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-        if not force:
-            raise ConfigError(
-                f"{folder} was written by another process meanwhile; pass --force (force=True) to replace it"
-            )
+    if not force:
+        raise ConfigError(f"{folder} was written by another process meanwhile; pass --force (force=True) to replace it")
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if os.name == "posix" else None
     paths = os.fsencode(new), os.fsencode(folder)
     if renameat2 and renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:

@@ -103,7 +103,7 @@ def test_an_export_with_impossible_options_stops_before_anything_is_written(tmp_
         ({"temperature": 0.5}, r"temperature must be 1.0 without sample \(--sample\), found 0.5"),
         ({"suppress_tokens": [64]}, "suppress_tokens must be ids in 0…63, found 64"),
         ({"processors": ["print"]}, r"processors must be callables in a list, found \['print'\]"),
-        ({"length_penalty": 10**400}, "length_penalty must be a number, found 1000"),
+        ({"length_penalty": 10**400}, "length_penalty must be a number from -8 to 8, found 1000"),
         ({"num_beams": 33}, r"num_beams must lie in 1…32 \(half the vocabulary\), found 33"),
         ({"length_candidates": 3}, "length_candidates must be 1: this model has no length head"),
     ],

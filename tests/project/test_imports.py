@@ -12,7 +12,7 @@ import pytest
 import fatdeploy
 from fatdeploy import bundle
 from fatdeploy.export import api
-from fatdeploy.runtimes import inspection, model
+from fatdeploy.runtimes import inspection, loading, model
 from fatdeploy.runtimes.decoding import streaming
 from fatdeploy.runtimes.proof import verify
 
@@ -218,7 +218,7 @@ def test_the_public_surface_is_what_it_says() -> None:
     others = {"__version__", *types, *calls}
     errors = [getattr(fatdeploy, name) for name in fatdeploy.__all__ if name not in others]
     assert all(issubclass(error, fatdeploy.FatdeployError) for error in errors)
-    assert fatdeploy.load is model.load
+    assert fatdeploy.load is loading.load
     assert (fatdeploy.Model, fatdeploy.DecodeOptions, fatdeploy.Hypothesis) == (
         model.Model,
         model.DecodeOptions,
@@ -261,7 +261,7 @@ def test_the_help_and_the_doctor_run_where_numpy_cannot_be_imported(arguments: l
 
 
 def test_an_application_on_a_cpu_loads_nothing_of_tensorrt() -> None:
-    assert modules_of_tensorrt_after("fatdeploy.runtimes.model") == []
+    assert modules_of_tensorrt_after("fatdeploy.runtimes.loading") == []
 
 
 def test_a_loaded_tensorrt_module_would_be_noticed() -> None:
