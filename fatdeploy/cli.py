@@ -79,9 +79,13 @@ class LazyGroup(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         # The default would end the process at once, and leave behind what it was writing.
-        if current_thread() is main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, _end)
-        return super().main(*args, **kwargs)
+        if current_thread() is not main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return super().main(*args, **kwargs)
+        signal.signal(signal.SIGTERM, _end)
+        try:
+            return super().main(*args, **kwargs)
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _end(number: int, _: object) -> NoReturn:

@@ -201,7 +201,7 @@ def _is_of_package(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-def unreadable(path: Path, error: Exception) -> BundleError:
+def unreadable(path: Path, error: BaseException) -> BundleError:
     """Return the error for a file of a tokenizer that cannot be read."""
     return BundleError(f"cannot read {path}: {' '.join(str(error).split())}; export the bundle again")
 
