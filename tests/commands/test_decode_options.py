@@ -221,14 +221,14 @@ def test_command_line_ranges_match_the_decode_options() -> None:
     typed = {option.name: option for option in main.get_command(click.Context(main), "run").params}
     whole = ("max_new_tokens", "min_new_tokens", "num_beams", "num_return_sequences", "top_k", "seed")
     assert [typed[name].type.min for name in whole] == [1, 0, 1, 1, 0, 0]
-    numbers = {name: typed[name].type for name in ("temperature", "top_p", "min_p", "timeout_s")}
+    numbers = {name: typed[name].type for name in ("temperature", "top_p", "min_p", "timeout_s", "length_penalty")}
     assert {name: (kind.min, kind.min_open, kind.max, kind.max_open) for name, kind in numbers.items()} == {
         "temperature": (0, True, None, False),
         "top_p": (0, True, 1, False),
         "min_p": (0, False, 1, True),
         "timeout_s": (0, True, None, False),
+        "length_penalty": (-8, False, 8, False),
     }
-    assert typed["length_penalty"].type is click.FLOAT
     plain, shown = DecodeOptions(), (*whole[1:], "top_p", "min_p", "length_penalty")
     assert [typed[name].show_default for name in shown] == [f"bundle's or {getattr(plain, name)}" for name in shown]
 
