@@ -84,6 +84,12 @@ class EagerEngine:
         return log_probs
 
     @torch.inference_mode()
+    def decision_margins(self, source: Tokens, mask: Mask) -> Floats | None:
+        """Return how clearly the encoder decides what is visible in each row, [B]; None if it decides nothing."""
+        margins = self.exportable.decision_margins(torch.from_numpy(source), torch.from_numpy(mask))
+        return None if margins is None else margins.numpy()
+
+    @torch.inference_mode()
     def output_rows(self, ids: Ids) -> Floats | None:
         """Return the rows of the output matrix that belong to ids, [n, M]; None if the model has none."""
         check_ids(self.spec, ids)

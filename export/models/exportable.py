@@ -103,6 +103,10 @@ class Exportable(nn.Module):
         """Return the scores of the vocabulary."""
         raise NotImplementedError
 
+    def decision_margins(self, source: Tensor, mask: Tensor) -> Tensor | None:  # noqa: ARG002
+        """Return how clearly the encoder decides what is visible in each row, [B]; None if it decides nothing."""
+        return None
+
     def output_matrix(self) -> Tensor | None:
         """Return the matrix [V, M] that makes logits of the hidden state; None if they are something else."""
         return None
@@ -147,6 +151,9 @@ class ExportableReference(Exportable):
 
     def logits(self, output: DecoderOutput, memory: Memory) -> Tensor:
         return self.inner.logits(output.inner, self._memory(memory))
+
+    def decision_margins(self, source: Tensor, mask: Tensor) -> Tensor | None:
+        return self.inner.decision_margins(source, mask)
 
     def output_matrix(self) -> Tensor | None:
         # With copying, logits are log-probabilities of a mixture.

@@ -17,7 +17,7 @@ from fatdeploy.export.proof.original import original_record
 from fatdeploy.manifest import PROBES
 from fatdeploy.runtimes.defaults import default_options
 from fatdeploy.runtimes.engines.protocol import Engine
-from fatdeploy.runtimes.proof.lockstep import compared, logit_agreement
+from fatdeploy.runtimes.proof.lockstep import NOISE, TIE_MARGINS, Comparison, compared, logit_agreement
 from fatdeploy.runtimes.proof.probes import read_probes
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
@@ -40,12 +40,23 @@ def compared_with_model(
     reference = EagerEngine(exportable)
     steps = min(NEW_TOKENS, bundle.spec.max_target)
     with watched(list(drawn_batches(bundle.spec, count, seed))) as batches:
-        agreement = logit_agreement([compared(engine, reference, ids, mask, steps) for ids, mask in batches])
+        agreement = logit_agreement(
+            [compared_by_decisions(engine, reference, ids, mask, steps) for ids, mask in batches]
+        )
     if origin.original is None:
         return agreement, None
     probes = read_probes(bundle.file(PROBES))
     # The bundle's own defaults, not the folder's settings read again: they may have changed since.
     return agreement, original_record(origin.original, exportable, engine, probes, default_options(bundle))
+
+
+def compared_by_decisions(
+    engine: Engine[Any], reference: EagerEngine, ids: Tokens, mask: Mask, steps: int
+) -> Comparison:
+    """Compare a batch; rows whose encoder decides within the noise may differ, and count as ties if they do."""
+    comparison = compared(engine, reference, ids, mask, steps)
+    margins = reference.decision_margins(ids, mask)
+    return comparison if margins is None else replace(comparison, undecided=margins <= TIE_MARGINS * NOISE)
 
 
 def _like(spec: ModelSpec, model: Exportable, source: str) -> Exportable:

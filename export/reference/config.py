@@ -8,10 +8,13 @@ from typing import Any, Literal, get_args, get_type_hints
 from fatdeploy.errors import ConfigError, in_one_line
 from fatdeploy.export.reference.config_rules import (
     AT_LEAST,
+    wrong_encoder_attention,
     wrong_fast_layers,
     wrong_fully_connected,
+    wrong_patterns,
     wrong_recurrence,
     wrong_value,
+    wrong_vocabularies,
 )
 
 HeadMask = Literal["local", "strided", "global_tokens"]
@@ -29,9 +32,13 @@ EncoderAttentionKind = Literal[
     "synthesizer",
     "lstm",
     "gru",
+    "routing",
+    "sinkhorn",
+    "gmlp",
+    "aft",
 ]
 DecoderAttentionKind = Literal[
-    "scaled_dot", "dot", "additive", "local", "linear", "full", "lstm", "gru", "fully_connected", "none"
+    "scaled_dot", "dot", "additive", "local", "linear", "full", "lstm", "gru", "fully_connected", "none", "aft"
 ]
 CrossAttentionKind = Literal["scaled_dot", "dot", "additive", "fast_fc", "none"]
 RecurrentKind = Literal["lstm", "gru"]
@@ -43,11 +50,14 @@ Activation = Literal["relu", "gelu", "gelu_tanh", "swish"]
 EmbeddingNorm = Literal["none", "before", "after"]
 
 # Self-attentions whose scores can have a term that depends only on the distance.
-_TAKES_RELATIVE = {"scaled_dot", "dot", "additive", "slow", "local", "strided", "global_tokens", "full"}
+_TAKES_RELATIVE = {
+    *("scaled_dot", "dot", "additive", "slow", "local", "strided", "global_tokens", "full"),
+    *("routing", "sinkhorn"),
+}
 # Encoder attentions that mix all positions before they compare them, so that a direction is not possible.
-_BOTH_DIRECTIONS_ONLY = {"linformer", "compressed"}
+_BOTH_DIRECTIONS_ONLY = {"linformer", "compressed", "sinkhorn"}
 # Attentions with matrices beyond queries, keys, values and output, which are as wide as the model and have biases.
-_OWN_MATRICES = {"slow", "compressed", "synthesizer", "lstm", "gru"}
+_OWN_MATRICES = {"slow", "compressed", "synthesizer", "lstm", "gru", "sinkhorn", "gmlp"}
 # What replaces self-attention by a recurrence of vectors.
 _RECURRENT = {"lstm", "gru", "fully_connected"}
 # Decoder self-attentions that keep all keys and values.
@@ -107,6 +117,9 @@ class ModelConfig:
     synthesizer: Literal["random", "dense"] = "random"
     features: Features = "elu"
     random_features: int = 64
+    clusters: int = 8
+    block_length: int = 8
+    sinkhorn_rounds: int = 8
 
     decoder_attention: DecoderAttentionKind = "scaled_dot"
     cross_attention: CrossAttentionKind = "scaled_dot"
@@ -244,7 +257,7 @@ class ModelConfig:
     def _wrong_heads(self) -> str:
         attention: Any = self.encoder_attention
         if not isinstance(attention, tuple):
-            return wrong_value(attention, EncoderAttentionKind)
+            return wrong_encoder_attention(attention) or wrong_value(attention, EncoderAttentionKind)
         wrong = [value for value in attention if value not in get_args(HeadMask)]
         if wrong:
             return f"a tuple names one of {list(get_args(HeadMask))} per head, found {wrong}"
@@ -297,7 +310,7 @@ class ModelConfig:
                 "cross_wiring: matched needs as many encoder as decoder layers, "
                 f"found {self.encoder_layers} and {self.decoder_layers}"
             )
-        reasons += [*self._wrong_projections(), *wrong_recurrence(self)]
+        reasons += [*self._wrong_projections(), *wrong_recurrence(self), *wrong_patterns(self)]
         reasons += [*wrong_fully_connected(self), *wrong_fast_layers(self)]
         if self.relative_each_layer and self.relative == "none":
             reasons.append("relative_each_layer: needs relative scores, found relative = none")
@@ -318,22 +331,8 @@ class ModelConfig:
             if is_changed
         ]
 
-    def _wrong_vocabularies(self) -> list[str]:
-        if self.source_vocab_size in (0, self.vocab_size):
-            return []
-        reasons = []
-        if self.tie_embeddings:
-            reasons.append("source_vocab_size: two vocabularies need two embeddings, set tie_embeddings to false")
-        if self.pad_id >= self.source_vocab_size:
-            reasons.append(f"pad_id: must be below source_vocab_size = {self.source_vocab_size}, found {self.pad_id}")
-        if self.copy or self.hybrid:
-            reasons.append(
-                "source_vocab_size: copy and hybrid compare ids of source and target, they need one vocabulary"
-            )
-        return reasons
-
     def _wrong_outputs(self) -> list[str]:
-        reasons = self._wrong_vocabularies()
+        reasons = wrong_vocabularies(self)
         if self.parallel != (self.decoder_attention == "full"):
             reasons.append(
                 "decoder_attention: full and decoding: parallel need each other, "

@@ -33,6 +33,19 @@ AT_LEAST = {
     "decoder_ffn_width": 0,
     "source_vocab_size": 0,
     "relative_window": 1,
+    "clusters": 2,
+    "block_length": 1,
+    "sinkhorn_rounds": 1,
+}
+
+# Encoder self-attentions that decide from the source what a query sees: noise may change a decision.
+DECIDING = {"routing", "sinkhorn"}
+# Each block is sorted by ops of its own in a graph.
+MOST_BLOCKS = 64
+# Known encoders that break a promise.
+_REFUSED_ENCODERS = {
+    "fnet": "fnet is a Fourier transform over the padded length, so a source would depend on how far its batch is "
+    "padded; use gmlp or aft, which mix positions without attention and without padding",
 }
 
 
@@ -43,6 +56,20 @@ def wrong_value(value: object, kind: Any) -> str:
     # An int is a valid float. A bool is an int in Python, but a model with True heads is a mistake.
     fits = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
     return "" if fits else f"expected {kind.__name__}, found {value!r}"
+
+
+def wrong_vocabularies(config: "ModelConfig") -> list[str]:
+    """Return why the source cannot have a vocabulary of its own."""
+    if config.source_vocab_size in (0, config.vocab_size):
+        return []
+    reasons = []
+    if config.tie_embeddings:
+        reasons.append("source_vocab_size: two vocabularies need two embeddings, set tie_embeddings to false")
+    if config.pad_id >= config.source_vocab_size:
+        reasons.append(f"pad_id: must be below source_vocab_size = {config.source_vocab_size}, found {config.pad_id}")
+    if config.copy or config.hybrid:
+        reasons.append("source_vocab_size: copy and hybrid compare ids of source and target, they need one vocabulary")
+    return reasons
 
 
 def wrong_recurrence(config: "ModelConfig") -> list[str]:
@@ -108,3 +135,24 @@ def wrong_fast_layers(config: "ModelConfig") -> list[str]:
             if value != config.width
         ]
     return reasons
+
+
+def wrong_encoder_attention(attention: object) -> str:
+    """Return why an encoder is refused that others have; nothing for any other value."""
+    return _REFUSED_ENCODERS.get(attention, "") if isinstance(attention, str) else ""
+
+
+def n_blocks(config: "ModelConfig") -> int:
+    """Return the number of blocks of the longest source."""
+    return -(-config.max_source // config.block_length)
+
+
+def wrong_patterns(config: "ModelConfig") -> list[str]:
+    """Return why blocks of the source cannot be sorted."""
+    count = n_blocks(config)
+    if config.encoder_attention != "sinkhorn" or 2 <= count <= MOST_BLOCKS:
+        return []
+    return [
+        f"block_length: sinkhorn sorts 2…{MOST_BLOCKS} blocks, found {count} blocks of {config.block_length} "
+        f"in max_source = {config.max_source}"
+    ]

@@ -10,6 +10,7 @@ from fatdeploy.export.reference.config import ModelConfig
 from fatdeploy.export.reference.cross.attention import CrossAttention, SourceMemory
 from fatdeploy.export.reference.cross.fast_fc import FastFullyConnected, PreviousState, last_run
 from fatdeploy.export.reference.layers import FeedForward, Residual, SelfAttention, norm_of
+from fatdeploy.export.reference.mixing.aft import DecayingMixing
 from fatdeploy.export.reference.positions import layer_relative, stack_relative, with_relative
 from fatdeploy.export.reference.recurrent.encoder import context_of
 from fatdeploy.export.reference.seams import Outputs, Position, seams
@@ -76,6 +77,12 @@ class RecurrentAttention(SelfAttention):
         return self.out(mixed), state
 
 
+_ATTENTIONS: dict[str, type[CachedAttention | DecayingMixing | RecurrentAttention]] = {
+    "linear": RecurrentAttention,
+    "aft": DecayingMixing,
+}
+
+
 class DecoderLayer(nn.Module):
     """Self-attention or the position before, cross-attention, feed-forward network."""
 
@@ -83,10 +90,10 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.cross_residual = Residual(config, relu=config.attention_relu)
         self.previous = PreviousState(config) if config.decoder_attention == "none" else None
-        self.attention: RecurrentAttention | CachedAttention | None = None
+        self.attention: CachedAttention | DecayingMixing | RecurrentAttention | None = None
         if self.previous is None:
             self.self_residual = Residual(config, relu=config.attention_relu)
-            self.attention = (RecurrentAttention if config.decoder_attention == "linear" else CachedAttention)(config)
+            self.attention = _ATTENTIONS.get(config.decoder_attention, CachedAttention)(config)
         self.cross = (FastFullyConnected if config.cross_attention == "fast_fc" else CrossAttention)(config)
         self.ffn = FeedForward(config, config.decoder_ffn_width or config.ffn_width)
         self.relative = layer_relative(config, config.target_heads, config.max_target)
@@ -161,6 +168,8 @@ class Decoder(nn.Module):
         shapes: list[tuple[int, ...]] = [(rows, heads, capacity, width)] * 2
         if config.decoder_attention == "linear":
             shapes = [(rows, heads, features, width), (rows, heads, features)]
+        elif config.decoder_attention == "aft":
+            shapes = [(rows, heads, width, 1), (rows, heads, width)]
         elif config.parallel:
             shapes = []
         return DecoderState(0, [tuple(like.new_zeros(shape) for shape in shapes) for _ in self.layers])

@@ -16,6 +16,10 @@ from fatdeploy.export.reference.attention import (
 )
 from fatdeploy.export.reference.config import ModelConfig
 from fatdeploy.export.reference.layers import FeedForward, Residual, SelfAttention, norm_of
+from fatdeploy.export.reference.mixing.aft import PositionMixing
+from fatdeploy.export.reference.mixing.gmlp import SpatialMixing
+from fatdeploy.export.reference.patterns.routing import RoutingAttention
+from fatdeploy.export.reference.patterns.sinkhorn import SinkhornAttention
 from fatdeploy.export.reference.positions import layer_relative, stack_relative, with_relative
 from fatdeploy.export.reference.seams import seams
 
@@ -209,6 +213,10 @@ _ATTENTIONS: dict[object, type[nn.Module]] = {
     "compressed": CompressedAttention,
     "linear": LinearAttention,
     "synthesizer": SynthesizerAttention,
+    "routing": RoutingAttention,
+    "sinkhorn": SinkhornAttention,
+    "gmlp": SpatialMixing,
+    "aft": PositionMixing,
 }
 
 
@@ -230,6 +238,12 @@ class EncoderLayer(nn.Module):
         mixed: Tensor = self.ffn(x)
         return mixed
 
+    def margins(self, x: Tensor, source: Source) -> Tensor:
+        """Return how clearly the attention's closest decision is made in each row, [B]."""
+        if not isinstance(self.attention, RoutingAttention | SinkhornAttention):
+            raise TypeError(f"{type(self.attention).__name__} decides nothing")
+        return self.attention.margins(self.residual.enter(x), source)
+
 
 class Encoder(nn.Module):
     """The stack; returns the outputs that decoder layers project their keys and values from."""
@@ -244,15 +258,26 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor, valid: Tensor) -> list[Tensor]:
         """Return the outputs that ``cross_wiring`` needs, in order, through the final norm if there is one."""
-        at = torch.arange(x.shape[1], device=x.device)
-        source = Source(
-            valid=valid,
-            embedded=x if self.query_norm is None else self.query_norm(x),
-            visible=with_relative(Visible(allowed_keys(self.config, valid), None), self.relative, at, at),
-        )
+        source = self._source(x, valid)
         outputs = []
         for layer in self.layers:
             x = layer(x, source)
             outputs.append(x)
         wanted = outputs if self.config.cross_wiring == "matched" else outputs[-1:]
         return wanted if self.norm is None else [self.norm(output) for output in wanted]
+
+    def margins(self, x: Tensor, valid: Tensor) -> Tensor:
+        """Return how clearly the closest decision of each row is made, [B], if attentions decide what is visible."""
+        source, margins = self._source(x, valid), []
+        for layer in self.layers:
+            margins += [layer.margins(x, source)] if isinstance(layer, EncoderLayer) else []
+            x = layer(x, source)
+        return torch.stack(margins).amin(0)
+
+    def _source(self, x: Tensor, valid: Tensor) -> Source:
+        at = torch.arange(x.shape[1], device=x.device)
+        return Source(
+            valid=valid,
+            embedded=x if self.query_norm is None else self.query_norm(x),
+            visible=with_relative(Visible(allowed_keys(self.config, valid), None), self.relative, at, at),
+        )

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from fatdeploy.errors import ConfigError, SpecMismatch
 from fatdeploy.export.reference.config import Activation, EmbeddingNorm, ModelConfig
+from fatdeploy.export.reference.config_rules import DECIDING
 from fatdeploy.export.reference.cross.attention import SourceMemory
 from fatdeploy.export.reference.decoder import Decoder, DecoderState
 from fatdeploy.export.reference.encoder import Encoder
@@ -59,6 +60,9 @@ def spec_from_config(config: ModelConfig) -> ModelSpec:
             state += cell_specs(layer, config.width, 1)
         elif config.decoder_attention == "linear":
             state += recurrent_specs(layer, heads.count, config.feature_width, heads.width)
+        elif config.decoder_attention == "aft":
+            # One value for each of D features: numbers of a head are averaged apart.
+            state += recurrent_specs(layer, heads.count, heads.width, 1)
         elif config.has_caches:
             state += cache_specs(layer, heads.count, heads.width)
     return ModelSpec(
@@ -159,14 +163,21 @@ class ReferenceModel(nn.Module):
         """Return all that the decoder needs from a right-padded source [B, S]; the mask is True for real tokens."""
         if not torch.compiler.is_exporting():
             self.spec.check_source(source.cpu().numpy(), source_mask.cpu().numpy())
-        at = torch.arange(source.shape[1], device=source.device)
-        embedded = self.dropout(
-            _placed(self.source_embedding(source) * self.scale, at, self.source_positions, self._source_norms)
-        )
+        embedded = self.dropout(self._embedded(source))
         encoded = self.encoder(embedded, source_mask)
         lengths = None if self.length is None else self.length(mean_of(encoded[-1], source_mask))
         memory = self.decoder.project(encoded, embedded, source_mask)
         return replace(memory, source=source, valid=source_mask, length_logits=lengths)
+
+    def decision_margins(self, source: Tensor, source_mask: Tensor) -> Tensor | None:
+        """Return how clearly the encoder's closest decision is made in each row, [B]; None if it decides nothing."""
+        if not isinstance(self.encoder, Encoder) or self.config.encoder_attention not in DECIDING:
+            return None
+        return self.encoder.margins(self._embedded(source), source_mask)
+
+    def _embedded(self, source: Tensor) -> Tensor:
+        at = torch.arange(source.shape[1], device=source.device)
+        return _placed(self.source_embedding(source) * self.scale, at, self.source_positions, self._source_norms)
 
     def start(self, memory: SourceMemory, capacity: int | None = None) -> DecoderState:
         """Return the state before the first token: empty caches for ``capacity`` positions, zero sums, or a start.

@@ -25,5 +25,5 @@ def _can_have_row_positions(model: Exportable) -> bool:
         return False  # a model of the user expects one number
     config = model.inner.config
     plain = config.decoder_attention in ("scaled_dot", "dot") and config.relative == "none"
-    without_positions = config.decoder_attention in ("linear", "none") or config.recurrent_decoder
+    without_positions = config.decoder_attention in ("linear", "aft", "none") or config.recurrent_decoder
     return without_positions or (plain and config.target_heads.width % WIDTH_UNIT == 0)

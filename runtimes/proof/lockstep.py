@@ -30,20 +30,44 @@ class Comparison:
     differences: Floats  # the largest of any logit of the vocabulary
     margins: Floats  # between the reference's best and second best logit
     bounds: NDArray[np.float64]  # [B], how far two correct fp32 computations of a row's logits may be apart
+    undecided: NDArray[np.bool_] | None = (
+        None  # [B], rows whose encoder decides within the noise; None if it never does
+    )
 
     @property
     def ties(self) -> NDArray[np.bool_]:
-        """Where another token was chosen, but the reference's margin is within the noise."""
+        """Where another token was chosen, but the reference's margin is within the noise.
+
+        Where the encoder's own decision is, all numbers of a row may differ: every step that shows it is a tie.
+        """
         near: NDArray[np.bool_] = self.margins <= TIE_MARGINS * self.bounds[:, None]
-        ties: NDArray[np.bool_] = near & (self.expected != self.found)
+        ties: NDArray[np.bool_] = (near & (self.expected != self.found)) | self._excused
         return ties
 
     @property
     def misses(self) -> NDArray[np.bool_]:
         """Where the engine is wrong: another token without the excuse of a tie, or a logit beyond its bound."""
-        within: NDArray[np.bool_] = self.differences <= self.bounds[:, None]  # NaN is not
-        misses: NDArray[np.bool_] = ~within | ((self.expected != self.found) & ~self.ties)
+        wrong = self._beyond | ((self.expected != self.found) & ~self.ties)
+        misses: NDArray[np.bool_] = wrong & ~self._excused
         return misses
+
+    @property
+    def _beyond(self) -> NDArray[np.bool_]:
+        beyond: NDArray[np.bool_] = ~(self.differences <= self.bounds[:, None])  # NaN is beyond
+        return beyond
+
+    @property
+    def _excused(self) -> NDArray[np.bool_]:
+        """Where logits differ because the encoder decided otherwise; an infinite or missing number has no excuse."""
+        undecided = np.zeros(len(self.bounds), bool) if self.undecided is None else self.undecided
+        excused: NDArray[np.bool_] = undecided[:, None] & self._beyond & np.isfinite(self.differences)
+        return excused
+
+    @property
+    def explained(self) -> Floats:
+        """The differences that are rounding: those of a row whose encoder decided otherwise are none."""
+        explained: Floats = np.where(self._excused, 0.0, self.differences)
+        return explained
 
     @property
     def first_miss(self) -> tuple[int, int] | None:
@@ -92,9 +116,9 @@ def logit_agreement(comparisons: Sequence[Comparison]) -> LogitAgreement:
         rows=sum(len(comparison.expected) for comparison in comparisons),
         tokens=sum(comparison.expected.size for comparison in comparisons),
         ties=int(sum(comparison.ties.sum() for comparison in comparisons)),
-        largest_difference=max(float(comparison.differences.max()) for comparison in comparisons),
+        largest_difference=max(float(comparison.explained.max()) for comparison in comparisons),
         largest_of_bound=max(
-            float((comparison.differences / comparison.bounds[:, None]).max()) for comparison in comparisons
+            float((comparison.explained / comparison.bounds[:, None]).max()) for comparison in comparisons
         ),
         smallest_margin=min(float(comparison.margins.min()) for comparison in comparisons),
     )

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +108,19 @@ def test_a_logit_beyond_the_bound_is_a_miss_although_the_token_is_the_same() -> 
     assert result.found.tolist() == result.expected.tolist()
     with pytest.raises(ParityFailed, match=r"^batch 0, row 1, step 3: logits differ by 2\.0e-05, bound 1\.0e-05$"):
         logit_agreement([result])
+
+
+def test_a_row_whose_encoder_decides_within_the_noise_may_differ_but_lack_no_number() -> None:
+    def wrong(step: int, logits: Logits) -> None:
+        at(1, 0, 9, 3)(step, logits)
+        at(3, 1, 9, 3)(step, logits)
+
+    result = replace(comparison(wrong), undecided=np.array([True, False]))
+    assert result.misses.tolist() == [[False] * 4, [False, False, False, True]]
+    assert result.ties.tolist() == [[False, True, False, False], [False] * 4]
+    excused = replace(result, undecided=np.array([True, True]))
+    assert (logit_agreement([excused]).ties, logit_agreement([excused]).largest_difference) == (2, 0)
+    assert replace(comparison(at(1, 0, 3, np.nan)), undecided=np.array([True, True])).first_miss == (0, 1)
 
 
 def test_the_bound_grows_with_the_rows_own_logits() -> None:

@@ -30,6 +30,9 @@ _DIRECTED: list[dict[str, Any]] = [
     {"encoder_attention": "linear", "features": "performer"},
     {"encoder_attention": "synthesizer", "synthesizer": "random"},
     {"encoder_attention": "synthesizer", "synthesizer": "dense"},
+    {"encoder_attention": "routing", "clusters": 3},
+    {"encoder_attention": "gmlp"},
+    {"encoder_attention": "aft"},
 ]
 
 ENCODER: list[dict[str, Any]] = [
@@ -37,6 +40,7 @@ ENCODER: list[dict[str, Any]] = [
     {"encoder_attention": "linear", "features": "softmax"},
     {"encoder_attention": "linformer", "linformer_rows": 5},
     {"encoder_attention": "compressed", "compression": 3},
+    {"encoder_attention": "sinkhorn", "block_length": 4, "sinkhorn_rounds": 5},
     *({"encoder_attention": "lstm", "encoder_direction": direction} for direction in DIRECTIONS),
     {"encoder_attention": "gru"},
     {"encoder_attention": "slow", "norm": "post"},
@@ -52,6 +56,7 @@ DECODER: list[dict[str, Any]] = [
     {"decoder_attention": "linear", "features": "elu"},
     {"decoder_attention": "linear", "features": "random"},
     {"decoder_attention": "linear", "features": "performer"},
+    {"decoder_attention": "aft"},
     {"decoder_attention": "lstm"},
     {"decoder_attention": "gru", "encoder_attention": "gru", "positions": "none"},
     {"decoder_attention": "lstm", "cross_attention": "none", "encoder_attention": "lstm"},
@@ -219,7 +224,8 @@ def legal(values: dict[str, Any]) -> bool:
     encoder, decoder, features = values["encoder_attention"], values["decoder_attention"], values["features"]
     cells = {"lstm", "gru"}
     directed = {"scaled_dot", "dot", "additive", "slow", "local", "strided", "global_tokens", "synthesizer"} | cells
-    relative = directed - {"synthesizer"} - cells
+    directed |= {"routing", "gmlp", "aft"}
+    relative = (directed - {"synthesizer", "gmlp", "aft"} - cells) | {"sinkhorn"}
     matrix = values["relative"] == "matrix"
     fast_fc = values["cross_attention"] == "fast_fc"
     by_source = values["fc_keys"] == "embedded" or values["fc_table"] == "vocabulary" or not values["fc_scale"]
@@ -227,7 +233,7 @@ def legal(values: dict[str, Any]) -> bool:
     recurrent = decoder in cells | {"fully_connected"}
     mix = isinstance(encoder, tuple)
     directed_ok = mix or encoder in directed or (encoder == "linear" and features != "softmax")
-    relative_ok = (mix or encoder in relative) and decoder not in {"linear", "none"} and not recurrent
+    relative_ok = (mix or encoder in relative) and decoder not in {"linear", "none", "aft"} and not recurrent
     return not (
         (values["encoder_direction"] != "both" and not directed_ok)
         or (values["relative"] != "none" and not relative_ok)
@@ -248,7 +254,7 @@ def legal(values: dict[str, Any]) -> bool:
         or (
             (not values["biases"] or values["inner_width"])
             and (
-                encoder in {"slow", "compressed", "synthesizer"} | cells
+                encoder in {"slow", "compressed", "synthesizer", "sinkhorn", "gmlp"} | cells
                 or recurrent
                 or values["cross_attention"] == "fast_fc"
             )

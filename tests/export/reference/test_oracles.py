@@ -26,14 +26,20 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "linear performer": {"encoder_attention": "linear", "features": "performer"},
     "synthesizer random": {"encoder_attention": "synthesizer", "synthesizer": "random"},
     "synthesizer dense": {"encoder_attention": "synthesizer", "synthesizer": "dense"},
+    "routing": {"encoder_attention": "routing"},
+    "gmlp": {"encoder_attention": "gmlp", "activation": "gelu"},
+    "aft": {"encoder_attention": "aft"},
 }
 WITHOUT_DIRECTION: dict[str, dict[str, Any]] = {
     "linear softmax": {"encoder_attention": "linear", "features": "softmax"},
     "linformer": {"encoder_attention": "linformer"},
     "compressed": {"encoder_attention": "compressed"},
+    "sinkhorn": {"encoder_attention": "sinkhorn"},
+    "sinkhorn, nothing left over": {"encoder_attention": "sinkhorn", "block_length": 3},
     "compressed, nothing left over": {"encoder_attention": "compressed", "compression": 3},
 }
 RELATIVES = ("table", "angle")
+WITH_RELATIVE = {name: ENCODERS[name] for name in [*list(ENCODERS)[:8], "routing"]}
 
 
 @pytest.mark.parametrize(("direction", "norm"), [*((name, "pre") for name in DIRECTIONS), ("both", "post")])
@@ -49,7 +55,7 @@ def test_encoder_attention_that_mixes_all_positions(changes: dict[str, Any], nor
 
 
 @pytest.mark.parametrize("relative", RELATIVES)
-@pytest.mark.parametrize("changes", list(ENCODERS.values())[:8], ids=list(ENCODERS)[:8])
+@pytest.mark.parametrize("changes", WITH_RELATIVE.values(), ids=WITH_RELATIVE)
 def test_encoder_attention_with_relative_scores(changes: dict[str, Any], relative: str) -> None:
     check_whole(double_model(relative=relative, decoder_layers=1, **changes))
     check_whole(double_model(relative=relative, decoder_layers=1, encoder_direction="right_to_left", **changes))
@@ -69,6 +75,20 @@ def test_decoder_attention_is_its_recurrence(features: str, norm: str) -> None:
     model = double_model("fat-tiny", features=features, norm=norm)
     check_whole(model)
     check_steps(model)
+
+
+@pytest.mark.parametrize("changes", [{}, {"decoder_heads": 4, "hybrid": False}, {"norm": "post", "biases": False}])
+def test_decoder_without_attention(changes: dict[str, Any]) -> None:
+    preset = "transformer-tiny" if "biases" in changes else "fat-tiny"
+    model = double_model(preset, decoder_attention="aft", **changes)
+    check_whole(model)
+    check_steps(model)
+
+
+@pytest.mark.parametrize("relative", [*RELATIVES, "matrix"])
+@pytest.mark.parametrize("attention", ["routing", "sinkhorn"])
+def test_decided_patterns_with_relative_terms(attention: str, relative: str) -> None:
+    check_whole(double_model(relative=relative, decoder_layers=1, encoder_attention=attention))
 
 
 @pytest.mark.parametrize("where", ["encoder", "decoder"])

@@ -94,7 +94,8 @@ def test_rows_of_one_source_share_its_memory(changes: dict) -> None:
 
 @pytest.mark.parametrize("changes", CHOICES, ids=name_of)
 def test_every_weight_of_every_choice_matters(changes: dict) -> None:
-    model = tiny({**changes, "max_source": 7, "max_target": TARGETS, "dropout": 0.0})
+    # Decisions have gradients in training only.
+    model = tiny({**changes, "max_source": 7, "max_target": TARGETS, "dropout": 0.0}).train()
     source, mask, target = drawn_batch(model.config, LENGTHS, TARGETS)
     model(source, mask, target).square().sum().backward()
     dead = [name for name, parameter in model.named_parameters() if parameter.grad is None or not parameter.grad.any()]
@@ -123,7 +124,8 @@ def any_values() -> st.SearchStrategy[dict]:
     """Draw every choice independently: most combinations are illegal."""
     mask = st.sampled_from(["local", "strided", "global_tokens"])
     attentions = (
-        "scaled_dot dot additive slow local strided global_tokens linformer compressed linear synthesizer lstm gru"
+        "scaled_dot dot additive slow local strided global_tokens linformer compressed linear synthesizer lstm gru "
+        "routing sinkhorn gmlp aft"
     )
     recurrent = ["lstm", "gru", "fully_connected"]
     return st.fixed_dictionaries(
@@ -133,7 +135,7 @@ def any_values() -> st.SearchStrategy[dict]:
             "synthesizer": st.sampled_from(["random", "dense"]),
             "features": st.sampled_from(["elu", "softmax", "random", "performer"]),
             "decoder_attention": st.sampled_from(
-                ["scaled_dot", "dot", "additive", "local", "linear", "full", "none", *recurrent]
+                ["scaled_dot", "dot", "additive", "local", "linear", "full", "none", "aft", *recurrent]
             ),
             "decoding": st.sampled_from(["autoregressive", "autoregressive", "parallel"]),
             "cross_attention": st.sampled_from(["scaled_dot", "dot", "additive", "fast_fc", "none"]),

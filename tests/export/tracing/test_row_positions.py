@@ -25,6 +25,7 @@ CPU = TARGETS["ort-cpu"]
         ({"decoder_attention": "dot"}, True),
         ({"decoder_attention": "linear", "features": "performer"}, True),
         ({"decoder_attention": "linear", "features": "elu", "inner_width": 24}, True),
+        ({"decoder_attention": "aft"}, True),
         ({"cross_attention": "fast_fc", "fc_softmax": "tanh"}, True),
         ({"cross_attention": "additive"}, True),
         ({"encoder_attention": "slow"}, True),

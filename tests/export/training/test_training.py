@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -25,12 +26,19 @@ from tests.support.trainings import parts, plan, trained
         # Without attention to the source it learns more slowly.
         ("at-tiny", {}, 20, 70),
         ("rnn-tiny", {"encoder_attention": "gru", "decoder_attention": "gru"}, 12, 25),
+        ("transformer-tiny", {"encoder_attention": "routing", "clusters": 3, "encoder_layers": 2}, 12, 65),
+        ("transformer-tiny", {"encoder_attention": "sinkhorn", "block_length": 2, "encoder_layers": 2}, 12, 65),
+        ("transformer-tiny", {"encoder_attention": "gmlp", "decoder_attention": "aft"}, 12, 65),
+        pytest.param(
+            *("transformer-tiny", {"encoder_attention": "aft", "decoder_attention": "aft"}, 12, 65),
+            marks=pytest.mark.slow,
+        ),
         ("transformer-nat-tiny", {}, 12, 30),
         ("transformer-nat-tiny", {"length": "eos"}, 12, 20),
     ],
 )
 def test_a_tiny_model_learns_to_spell(
-    tmp_path: Path, preset: str, changes: dict[str, str], n_epochs: int, most: int
+    tmp_path: Path, preset: str, changes: dict[str, Any], n_epochs: int, most: int
 ) -> None:
     training = trained(tmp_path / "one", plan(preset, changes, epochs=n_epochs))
     epochs, best = training.trainer.progress.epochs, training.trainer.progress.best

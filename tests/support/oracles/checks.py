@@ -30,6 +30,9 @@ SIZES: dict[str, Any] = {
     "linformer_rows": 5,
     "compression": 4,
     "random_features": 7,
+    "clusters": 3,
+    "block_length": 4,
+    "sinkhorn_rounds": 3,
 }
 SOURCE_LENGTHS = (21, 9, 1)
 TARGET_LENGTHS = (19, 8, 2)

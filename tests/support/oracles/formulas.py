@@ -19,6 +19,7 @@ Vector = NDArray[np.float64]  # [M]
 Rows = list[Vector]  # one per position
 Floats = Sequence[float]  # one head's features, or one query's weights
 Relative = Callable[[int, int, int], float]  # of head, query, key
+Seen = Callable[[int, int, int], bool]  # likewise
 Vectors = Callable[[str, int, int, int], Vector]  # of keys or values, head, query, key
 
 

@@ -28,6 +28,14 @@ from tests.support.oracles.formulas import (
     synthesizer,
     vectors_of,
 )
+from tests.support.oracles.patterns import (
+    attention_free,
+    decaying_biases,
+    routing,
+    sinkhorn,
+    spatial,
+    table_biases,
+)
 
 
 class Oracle:
@@ -164,7 +172,16 @@ class Oracle:
             return linear_attention(w, config, xs, self._sees_source)
         if kind == "synthesizer":
             return synthesizer(w, config, xs, self._sees_source)
-        return softmax_attention(w, config, kind, xs, self._sees_source, (relative, vectors_of(place, config)))
+        relatives = relative, vectors_of(place, config)
+        if kind == "routing":
+            return routing(w, config, xs, self._sees_source, relatives)
+        if kind == "sinkhorn":
+            return sinkhorn(w, config, xs, relatives)
+        if kind == "gmlp":
+            return spatial(w, config, xs, self._sees_source)
+        if kind == "aft":
+            return attention_free(w, xs, table_biases(w, config, len(xs)), self._sees_source)
+        return softmax_attention(w, config, kind, xs, self._sees_source, relatives)
 
     def _sees_source(self, h: int, i: int, j: int) -> bool:
         config, kind = self.config, self.config.encoder_attention
@@ -185,6 +202,8 @@ class Oracle:
         config, kind, w = self.above, self.config.decoder_attention, layer.below("attention")
         if kind == "linear":
             return recurrent_attention(w, config, xs)
+        if kind == "aft":
+            return attention_free(w, xs, decaying_biases(w, config, len(xs)), lambda h, i, j: j <= i)
 
         def sees(h: int, i: int, j: int) -> bool:
             return kind == "full" or (j <= i and (kind != "local" or i - j <= config.window))
