@@ -83,8 +83,6 @@ def wrong_recurrence(config: "ModelConfig") -> list[str]:
         reasons.append("cross_attention: fully_connected decoders read the context vector, use none")
     if config.cross_attention == "none" and config.copy:
         reasons.append("copy: needs the weights of a cross-attention, found cross_attention = none")
-    if config.recurrent_decoder and config.cross_wiring == "matched":
-        reasons.append("cross_wiring: a recurrent decoder has one cross-attention, use last")
     if config.recurrent_decoder and config.hybrid:
         reasons.append("hybrid: skips the cross-attention of layers, which recurrent decoders do not have")
     return reasons
@@ -156,3 +154,18 @@ def wrong_patterns(config: "ModelConfig") -> list[str]:
         f"block_length: sinkhorn sorts 2…{MOST_BLOCKS} blocks, found {count} blocks of {config.block_length} "
         f"in max_source = {config.max_source}"
     ]
+
+
+def wrong_wiring(config: "ModelConfig") -> list[str]:
+    """Return why the decoder's layers cannot read the encoder's layers in this way."""
+    reasons = []
+    if config.cross_wiring == "matched" and config.encoder_layers != config.decoder_layers:
+        reasons.append(
+            "cross_wiring: matched needs as many encoder as decoder layers, "
+            f"found {config.encoder_layers} and {config.decoder_layers}"
+        )
+    if config.cross_wiring == "mixed" and config.encoder_layers == 1:
+        reasons.append("cross_wiring: mixed needs several encoder layers, found 1; use last")
+    if config.recurrent_decoder and config.cross_wiring != "last":
+        reasons.append("cross_wiring: a recurrent decoder has one cross-attention, use last")
+    return reasons
