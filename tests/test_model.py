@@ -191,26 +191,6 @@ def test_hashes_are_checked_by_default(tmp_path: Path) -> None:
     assert len(fatdeploy.load(tmp_path / "bundle", check_hashes=False).generate([[5]], SHORT)) == 1
 
 
-@pytest.mark.parametrize(
-    ("verified", "warns"),
-    [
-        (("1.2.0", "1.9.3"), True),
-        (("900.0", "900.1"), True),
-        (("1.2.0", "900.0.dev1"), False),
-        (None, False),
-    ],
-)
-def test_an_onnxruntime_that_the_bundle_was_not_verified_with_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, verified: tuple[str, str] | None, warns: bool
-) -> None:
-    shutil.copytree(bundle_of(TINY).path, tmp_path / "bundle")
-    write_manifest(tmp_path / "bundle", replace(bundle_of(TINY).manifest, onnxruntime=verified))
-    fatdeploy.load(tmp_path / "bundle")
-    ending = f"this is {onnxruntime.__version__}: fatdeploy verify {tmp_path / 'bundle'}"
-    assert [record.levelno for record in caplog.records] == [logging.WARNING] * warns
-    assert all(message.endswith(ending) for message in caplog.messages)
-
-
 def test_an_export_records_the_onnxruntime_that_it_was_verified_with() -> None:
     assert bundle_of(TINY).manifest.onnxruntime == (onnxruntime.__version__, onnxruntime.__version__)
 

@@ -8,7 +8,6 @@ from fatdeploy.errors import BackendUnavailable, ParityFailed
 from fatdeploy.measured import kept
 from fatdeploy.runtimes.engines.ort.sessions import release
 from fatdeploy.runtimes.engines.protocol import Engine
-from fatdeploy.runtimes.proof.verify import verified_bundle
 
 log = logging.getLogger("fatdeploy")
 
@@ -33,6 +32,9 @@ def prove_version(bundle: Bundle, engine: Engine[Any], version: str) -> None:
 
 
 def _proved(bundle: Bundle, engine: Engine[Any], version: str) -> bool:
+    # Imported on use: most loads need none of it.
+    from fatdeploy.runtimes.proof.verify import verified_bundle
+
     log.info("%s was not verified with onnxruntime %s: running its probes once", bundle.path, version)
     verified_bundle(bundle, engine)
     return True

@@ -12,7 +12,7 @@ from fatdeploy.bundle import Bundle, write_manifest
 from fatdeploy.errors import BackendUnavailable
 from fatdeploy.manifest import PROBES
 from fatdeploy.measured import VARIABLE
-from fatdeploy.runtimes.proof import versions
+from fatdeploy.runtimes.proof import verify
 from fatdeploy.runtimes.proof.probes import read_probes, write_probes
 from tests.support.bundles import bundle_of
 
@@ -31,13 +31,13 @@ def proofs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Return the digests of bundles whose probes were run."""
     monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
     digests: list[str] = []
-    verified = versions.verified_bundle
+    verified = verify.verified_bundle
 
     def counted(bundle: Bundle, engine: object) -> object:
         digests.append(bundle.digest)
         return verified(bundle, engine)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(versions, "verified_bundle", counted)
+    monkeypatch.setattr(verify, "verified_bundle", counted)
     return digests
 
 

@@ -166,7 +166,7 @@ def test_the_command_prints_what_was_measured_and_replaces_only_with_force(bundl
 def test_a_crash_leaves_the_bundle_as_it_was(bundle: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = (bundle / MANIFEST).read_bytes()
 
-    def crash(*_: object) -> None:
+    def crash(*_: object, force: bool) -> None:
         raise OSError("no space left")
 
     monkeypatch.setattr(folders, "_exchange", crash)

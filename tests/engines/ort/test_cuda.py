@@ -177,7 +177,7 @@ def test_a_bundle_for_cuda_runs_there_or_says_why_not_and_on_the_cpu_if_asked() 
 
 
 def test_a_bundle_for_the_cpu_whose_attention_runs_nowhere_else_says_what_to_export() -> None:
-    everywhere = SimpleNamespace(get_available_providers=lambda: list(PROVIDERS.values()))
+    everywhere = SimpleNamespace(__version__="900.0", get_available_providers=lambda: list(PROVIDERS.values()))
     with pytest.raises(
         BackendUnavailable, match=r"was exported for the CPU: .* fatdeploy export .* --target ort-cuda$"
     ):

@@ -147,7 +147,7 @@ def without_gradient(config: ModelConfig) -> tuple[str, ...]:
 @pytest.mark.parametrize(("preset", "changes"), CASES, ids=name_of)
 def test_every_parameter_of_an_untrained_model_learns(preset: str, changes: dict[str, Any]) -> None:
     config = config_from_preset(f"{preset}-tiny", **{**SIZES, **changes})
-    model = untrained_model(config)
+    model = untrained_model(config).train()  # decisions have a gradient in training alone
     # The first step moves the weights that start at zero.
     optimiser = torch.optim.SGD(model.parameters(), lr=0.05)
     for batch in (batch_of(PAIRS, config), batch_of([IdPair([9, 50, 51, 52], [53, 54, 55]), *PAIRS[1:]], config)):
