@@ -65,7 +65,7 @@ class Bundle:
     def check_unchanged(self) -> None:
         """Raise BundleReplaced if the files at the bundle's path are no longer those that were checked."""
         if not self.is_unchanged:
-            raise BundleReplaced(f"{self.path} was replaced while it was read: run the same again")
+            raise bundle_replaced(self.path)
 
     @cached_property
     def weights(self) -> NDArray[np.uint8]:
@@ -98,16 +98,22 @@ def write_manifest(folder: str | Path, manifest: Manifest) -> Bundle:
 def read_bundle(path: str | Path, *, check_hashes: bool = True) -> Bundle:
     """Return the bundle in a folder; anything damaged, missing or unknown is one BundleError with every reason."""
     path = Path(path)
-    for left in reversed(range(ATTEMPTS)):
+    for _ in range(ATTEMPTS):
         folder = _existing_folder(path)
         before = identity_of(folder, [])
         try:
             return _read(path, folder, before, check_hashes)
-        except BundleError:
+        except BundleError as error:
             # Half of it may be of a bundle that took its place meanwhile.
-            if not left or identity_of(folder, []) == before:
+            if identity_of(folder, []) == before:
                 raise
-    raise AssertionError("the last attempt returns or raises")
+            reason = error
+    raise bundle_replaced(path) from reason
+
+
+def bundle_replaced(path: Path) -> BundleReplaced:
+    """Return the error for a bundle whose files were replaced by those of another one."""
+    return BundleReplaced(f"{path} was replaced while it was read: run the same again")
 
 
 def _read(path: Path, folder: Path, before: Identity, check_hashes: bool) -> Bundle:

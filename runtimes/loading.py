@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fatdeploy.bundle import ATTEMPTS, Bundle, read_bundle
+from fatdeploy.bundle import ATTEMPTS, Bundle, bundle_replaced, read_bundle
 from fatdeploy.errors import FatdeployError
 from fatdeploy.runtimes.bulk.sharing import crews_of
 from fatdeploy.runtimes.engines.opening import opened_engine
@@ -32,15 +32,16 @@ def load(
     recorded once and replayed.
     """
     shared: dict[str, Any] = {"threads": threads, "spinning": spinning, "providers": providers}
-    for left in reversed(range(ATTEMPTS)):
+    for _ in range(ATTEMPTS):
         bundle = read_bundle(path, check_hashes=check_hashes)
         try:
             return _opened_model(bundle, opened_engine(bundle, cuda_graphs=cuda_graphs, **shared), shared)
-        except FatdeployError:
+        except FatdeployError as error:
             # Files are opened by name after they were checked, and the names may have come to another bundle's files.
-            if not left or bundle.is_unchanged:
+            if bundle.is_unchanged:
                 raise
-    raise AssertionError("the last attempt returns or raises")
+            reason = error
+    raise bundle_replaced(bundle.path) from reason
 
 
 def _opened_model(bundle: Bundle, engine: Engine[Any], shared: dict[str, Any]) -> Model:
