@@ -13,16 +13,15 @@ from fatdeploy.export.reference.config_rules import (
     wrong_recurrence,
     wrong_value,
 )
+from fatdeploy.export.reference.sparse.kinds import MASKS, HeadMask, Mask, MaskUnion, wrong_masks
 
-HeadMask = Literal["local", "strided", "global_tokens"]
 EncoderAttentionKind = Literal[
     "scaled_dot",
     "dot",
     "additive",
     "slow",
-    "local",
-    "strided",
-    "global_tokens",
+    Mask,
+    MaskUnion,
     "linformer",
     "compressed",
     "linear",
@@ -43,14 +42,14 @@ Activation = Literal["relu", "gelu", "gelu_tanh", "swish"]
 EmbeddingNorm = Literal["none", "before", "after"]
 
 # Self-attentions whose scores can have a term that depends only on the distance.
-_TAKES_RELATIVE = {"scaled_dot", "dot", "additive", "slow", "local", "strided", "global_tokens", "full"}
+_TAKES_RELATIVE = {"scaled_dot", "dot", "additive", "slow", "full", *MASKS}
 # Encoder attentions that mix all positions before they compare them, so that a direction is not possible.
 _BOTH_DIRECTIONS_ONLY = {"linformer", "compressed"}
 # Attentions with matrices beyond queries, keys, values and output, which are as wide as the model and have biases.
 _OWN_MATRICES = {"slow", "compressed", "synthesizer", "lstm", "gru"}
 # What replaces self-attention by a recurrence of vectors.
 _RECURRENT = {"lstm", "gru", "fully_connected"}
-# Decoder self-attentions that keep all keys and values.
+# Decoder self-attentions that keep keys and values.
 _CACHED = {"scaled_dot", "dot", "additive", "local"}
 
 
@@ -102,6 +101,7 @@ class ModelConfig:
     window: int = 8
     stride: int = 4
     n_global_tokens: int = 2
+    global_tokens: Literal["first", "added"] = "first"  # positions of the source, or learned vectors before it
     linformer_rows: int = 16
     compression: int = 2
     synthesizer: Literal["random", "dense"] = "random"
@@ -298,7 +298,7 @@ class ModelConfig:
                 f"found {self.encoder_layers} and {self.decoder_layers}"
             )
         reasons += [*self._wrong_projections(), *wrong_recurrence(self)]
-        reasons += [*wrong_fully_connected(self), *wrong_fast_layers(self)]
+        reasons += [*wrong_fully_connected(self), *wrong_fast_layers(self), *wrong_masks(self)]
         if self.relative_each_layer and self.relative == "none":
             reasons.append("relative_each_layer: needs relative scores, found relative = none")
         if self.positional_mlp and self.positions == "none":

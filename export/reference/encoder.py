@@ -16,8 +16,10 @@ from fatdeploy.export.reference.attention import (
 )
 from fatdeploy.export.reference.config import ModelConfig
 from fatdeploy.export.reference.layers import FeedForward, Residual, SelfAttention, norm_of
-from fatdeploy.export.reference.positions import layer_relative, stack_relative, with_relative
+from fatdeploy.export.reference.positions import layer_relative, stack_relative
 from fatdeploy.export.reference.seams import seams
+from fatdeploy.export.reference.sparse.layouts import Layout, layout_of
+from fatdeploy.export.reference.sparse.masks import GlobalVectors
 
 
 @dataclass(frozen=True)
@@ -27,27 +29,7 @@ class Source:
     valid: Tensor  # [B, S], True = a real token
     embedded: Tensor  # [B, S, M], x̂ of the slow attention
     visible: Visible
-
-
-def allowed_keys(config: ModelConfig, valid: Tensor) -> Tensor:
-    """Return which keys each query sees, [B, 1 or H, 1 or S, S]: mask of the attention, direction, padding."""
-    attention = config.encoder_attention
-    kinds = attention if isinstance(attention, tuple) else (attention,)
-    if config.encoder_direction == "both" and not {"local", "strided", "global_tokens"}.intersection(kinds):
-        return valid[:, None, None, :]
-    i = torch.arange(valid.shape[1], device=valid.device)[:, None]
-    j = i.T
-    masks = {
-        "local": (i - j).abs() <= config.window,
-        "strided": (i - j) % config.stride == 0,
-        "global_tokens": (i < config.n_global_tokens) | (j < config.n_global_tokens) | (i == j),
-    }
-    everything = torch.ones_like(masks["local"])
-    direction = {"both": everything, "left_to_right": j <= i, "right_to_left": j >= i}[config.encoder_direction]
-    pattern = torch.stack([masks.get(kind, everything) & direction for kind in kinds])  # [1 or H, S, S]
-    # A padded query sees everything. Its result is never used, but a softmax over nothing would be NaN, and a weight of
-    # 0 times NaN is NaN.
-    return (pattern & valid[:, None, None, :]) | ~valid[:, None, :, None]
+    layout: Layout
 
 
 class SoftmaxAttention(SelfAttention):
@@ -59,7 +41,7 @@ class SoftmaxAttention(SelfAttention):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, h: Tensor, source: Source) -> Tensor:
-        mixed: Tensor = self.out(seams().attend(self.qkv(h), self.scores, source.visible, self.dropout))
+        mixed: Tensor = self.out(source.layout.attend(self.qkv(h), self.scores, source.visible, self.dropout))
         return mixed
 
 
@@ -224,8 +206,7 @@ class EncoderLayer(nn.Module):
 
     def forward(self, x: Tensor, source: Source) -> Tensor:
         if self.relative is not None:
-            at = torch.arange(x.shape[1], device=x.device)
-            source = replace(source, visible=with_relative(source.visible, self.relative, at, at))
+            source = replace(source, visible=source.layout.related(source.visible, self.relative, x))
         x = self.residual.leave(x, self.attention(self.residual.enter(x), source))
         mixed: Tensor = self.ffn(x)
         return mixed
@@ -241,18 +222,26 @@ class Encoder(nn.Module):
         self.norm = norm_of(config) if config.norm == "pre" else None
         self.query_norm = norm_of(config) if config.encoder_attention == "slow" and config.norm == "pre" else None
         self.relative = stack_relative(config, config.encoder_heads, config.max_source)
+        self.added = GlobalVectors(config) if config.global_tokens == "added" else None
+        self.n_added = 0 if self.added is None else self.added.n_columns
+        self.layout = layout_of(config, self.n_added)
 
     def forward(self, x: Tensor, valid: Tensor) -> list[Tensor]:
         """Return the outputs that ``cross_wiring`` needs, in order, through the final norm if there is one."""
-        at = torch.arange(x.shape[1], device=x.device)
-        source = Source(
-            valid=valid,
-            embedded=x if self.query_norm is None else self.query_norm(x),
-            visible=with_relative(Visible(allowed_keys(self.config, valid), None), self.relative, at, at),
-        )
+        if self.added is not None:
+            x, valid = self.added.before(x, valid)
+        source = self._source(x, valid)
         outputs = []
         for layer in self.layers:
             x = layer(x, source)
-            outputs.append(x)
+            outputs.append(x[:, self.n_added :] if self.n_added else x)
         wanted = outputs if self.config.cross_wiring == "matched" else outputs[-1:]
         return wanted if self.norm is None else [self.norm(output) for output in wanted]
+
+    def _source(self, x: Tensor, valid: Tensor) -> Source:
+        return Source(
+            valid=valid,
+            embedded=x if self.query_norm is None else self.query_norm(x),
+            visible=self.layout.related(Visible(self.layout.allowed(valid), None), self.relative, x),
+            layout=self.layout,
+        )

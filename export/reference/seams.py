@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -68,6 +69,11 @@ class Seams:
         q, k, v = (split_heads(part, scores.heads) for part in qkv.chunk(3, -1))
         return attended((q, k, v), scores, visible, dropout)
 
+    def attend_pairs(self, q: Tensor, kv: Tensor, scores: Scores, visible: Visible, dropout: nn.Dropout) -> Tensor:
+        """Return attention [B, I, M] of queries [B, I, M] to packed keys and values [B, J, 2M]."""
+        q, k, v = (split_heads(part, scores.heads) for part in (q, *kv.chunk(2, -1)))
+        return attended((q, k, v), scores, visible, dropout)
+
     def attend_cached(
         self, qkv: Tensor, scores: Scores, visible: Visible, state: LayerState, position: Position
     ) -> tuple[Tensor, LayerState]:
@@ -77,6 +83,25 @@ class Seams:
         for cache, new in zip(state, (k, v), strict=True):
             cache[:, :, start:end] = new
         keys, values = (cache[:, :, :end] for cache in state)
+        return attended((q, keys, values), scores, visible), state
+
+    def ring_positions(self, at: Tensor, length: int) -> Tensor:
+        """Return the positions of the keys that ``attend_ring`` compares queries at [t] with.
+
+        Those of a ring that holds nothing yet are negative.
+        """
+        return torch.cat([turned_positions(at[0] - 1, length), at])
+
+    def attend_ring(
+        self, qkv: Tensor, scores: Scores, visible: Visible, state: LayerState, position: Position
+    ) -> tuple[Tensor, LayerState]:
+        """Attend to the last positions and those of this call, however many, then write the last of these in place."""
+        q, k, v = (split_heads(part, scores.heads) for part in qkv.chunk(3, -1))
+        keys, values = (torch.cat([ring, new], 2) for ring, new in zip(state, (k, v), strict=True))
+        length, end = state[0].shape[2], int(position) + k.shape[2]
+        places = torch.arange(max(int(position), end - length), end, device=k.device) % length
+        for ring, new in zip(state, (k, v), strict=True):
+            ring[:, :, places] = new[:, :, -len(places) :]
         return attended((q, keys, values), scores, visible), state
 
     def attend_recurrent(
@@ -150,6 +175,12 @@ class Seams:
         """Return probability [R, t, V] with weights [R, t, S] added at the source's ids [B, S]."""
         ids = source.repeat_interleave(len(weights) // len(source), 0)
         return probability.scatter_add(-1, ids[:, None, :].expand_as(weights), weights)
+
+
+def turned_positions(last: Tensor, length: int) -> Tensor:
+    """Return which position each place of a ring holds, [length] or [R, length], once ``last`` is written."""
+    places = torch.arange(length, device=last.device)
+    return last[..., None] - (last[..., None] - places) % length
 
 
 # Not a ContextVar: torch cannot read one while it traces the branches of a condition.

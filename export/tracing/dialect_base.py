@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fatdeploy.export.reference.attention import LayerState, Scores, Visible, attended, split_heads
 from fatdeploy.export.reference.recurrent.cells import Cell, ConnectedCell
-from fatdeploy.export.reference.seams import Position, Seams
+from fatdeploy.export.reference.seams import Position, Seams, turned_positions
 from fatdeploy.export.tracing.recurrent_ops import connected_scan, recurrent_op
 
 # Without this the branches of a condition, which torch traces differently, may not contain such an op.
@@ -105,8 +105,19 @@ class GraphSeams(Seams):
         self, qkv: Tensor, scores: Scores, visible: Visible, state: LayerState, position: Position
     ) -> tuple[Tensor, LayerState]:
         q, k, v = (split_heads(part, scores.heads) for part in qkv.chunk(3, -1))
-        keys, values = (_written(cache, new, position) for cache, new in zip(state, (k, v), strict=True))
+        keys, values = (written(cache, new, position) for cache, new in zip(state, (k, v), strict=True))
         # Positions that are not written yet are hidden, like the rest of the future.
+        return attended((q, keys, values), scores, visible), (keys, values)
+
+    def ring_positions(self, at: Tensor, length: int) -> Tensor:
+        return turned_positions(at[..., -1], length)
+
+    def attend_ring(
+        self, qkv: Tensor, scores: Scores, visible: Visible, state: LayerState, position: Position
+    ) -> tuple[Tensor, LayerState]:
+        # Written first, then read: no call has so many tokens that they overwrite what one of them sees.
+        q, k, v = (split_heads(part, scores.heads) for part in qkv.chunk(3, -1))
+        keys, values = (written(ring, new, position, turns=True) for ring, new in zip(state, (k, v), strict=True))
         return attended((q, keys, values), scores, visible), (keys, values)
 
     def recur(self, x: Tensor, cell: Cell, valid: Tensor | None, past: LayerState) -> tuple[Tensor, LayerState]:
@@ -146,11 +157,13 @@ class GraphSeams(Seams):
         return probability + self.by_row(grouped, probability)
 
 
-def _written(cache: Tensor, new: Tensor, position: Position) -> Tensor:
+def written(cache: Tensor, new: Tensor, position: Position, *, turns: bool = False) -> Tensor:
+    """Return a cache [R, H, L, D] with new keys or values [R, H, t, D] at a position, modulo L if it ``turns``."""
     if not isinstance(position, Tensor):
         raise TypeError("in a graph the position is a tensor")
-    rows = position.reshape(1).expand(new.shape[0])
-    return emitted("TensorScatter", (cache, new, rows), cache.dtype, cache.shape, axis=2)
+    mode = {"mode": "circular"} if turns else {}
+    rows = position if position.ndim else position.reshape(1).expand(new.shape[0])
+    return emitted("TensorScatter", (cache, new, rows), cache.dtype, cache.shape, axis=2, **mode)
 
 
 def _positive_squares(queries: Tensor, keys: Tensor) -> Tensor:

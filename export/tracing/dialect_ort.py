@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fatdeploy.export.reference.attention import FeatureMap, LayerState, Scores, Visible
+from fatdeploy.export.reference.attention import FeatureMap, LayerState, Scores, Visible, split_heads
 from fatdeploy.export.reference.seams import Added, Outputs, Position, token_scores
 from fatdeploy.export.tracing.dialect_base import (
     HIDDEN,
@@ -18,6 +18,7 @@ from fatdeploy.export.tracing.dialect_base import (
     shape_of,
     sizes,
     symbolic,
+    written,
 )
 
 GROUPED = "GroupQueryAttention"
@@ -32,6 +33,12 @@ class OrtSeams(GraphSeams):
         if scores.vectors is not None or visible.distances is not None:
             return super().attend(qkv, scores, visible, dropout)
         q, k, v = qkv.chunk(3, -1)
+        return _multi_head((q, k, v, None, None, _query_bias(visible, q)), scores, q.shape)
+
+    def attend_pairs(self, q: Tensor, kv: Tensor, scores: Scores, visible: Visible, dropout: nn.Dropout) -> Tensor:
+        if visible.distances is not None:
+            return super().attend_pairs(q, kv, scores, visible, dropout)
+        k, v = kv.chunk(2, -1)
         return _multi_head((q, k, v, None, None, _query_bias(visible, q)), scores, q.shape)
 
     def attend_cached(
@@ -57,6 +64,20 @@ class OrtSeams(GraphSeams):
             version=1,
         )
         return mixed, tuple(caches)
+
+    def attend_ring(
+        self, qkv: Tensor, scores: Scores, visible: Visible, state: LayerState, position: Position
+    ) -> tuple[Tensor, LayerState]:
+        if visible.distances is not None:
+            return super().attend_ring(qkv, scores, visible, state, position)
+        q, k, v = qkv.chunk(3, -1)
+        keys, values = (
+            written(ring, split_heads(new, scores.heads), position, turns=True)
+            for ring, new in zip(state, (k, v), strict=True)
+        )
+        # As keys and values of a source are attended to: the op's own past does not turn.
+        mixed = _multi_head((q, keys, values, None, None, _query_bias(visible, q)), scores, q.shape)
+        return mixed, (keys, values)
 
     def attend_recurrent(
         self, qkv: Tensor, features: FeatureMap, heads: int, state: LayerState, keep: Tensor | None

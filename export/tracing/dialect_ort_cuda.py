@@ -50,6 +50,11 @@ class CudaHalfSeams(OrtSeams):
         mixed, *caches = torch.cond((shape_of(qkv, 1, 2) == number(1)).reshape(()), one_token, several_tokens)
         return mixed, tuple(caches)
 
+    def attend_ring(
+        self, qkv: Tensor, scores: Scores, visible: Visible, state: LayerState, position: Position
+    ) -> tuple[Tensor, LayerState]:
+        return GraphSeams.attend_ring(self, qkv, scores, visible, state, position)
+
 
 def _grouped(inputs: tuple[Tensor, ...], scores: Scores) -> Outputs:
     """Return attention [R, 1, M] of one token per row to all tokens so far, and the caches."""

@@ -25,6 +25,8 @@ _DIRECTED: list[dict[str, Any]] = [
     {"encoder_attention": "global_tokens", "n_global_tokens": 2},
     {"encoder_attention": ("local", "strided"), "window": 1},
     {"encoder_attention": ("global_tokens", "local")},
+    {"encoder_attention": "local+strided", "window": 1},
+    {"encoder_attention": ("scaled_dot", "local+global_tokens"), "window": 1},
     {"encoder_attention": "linear", "features": "elu"},
     {"encoder_attention": "linear", "features": "random"},
     {"encoder_attention": "linear", "features": "performer"},
@@ -43,6 +45,10 @@ ENCODER: list[dict[str, Any]] = [
     {"encoder_attention": "slow", "relative": "table"},
     {"encoder_attention": ("strided", "global_tokens"), "relative": "angle"},
     {"encoder_attention": "additive", "relative": "angle"},
+    {"encoder_attention": "local+strided+global_tokens", "relative": "table", "window": 1},
+    {"encoder_attention": "global_tokens", "global_tokens": "added"},
+    {"encoder_attention": ("local+global_tokens", "strided"), "global_tokens": "added", "n_global_tokens": 5},
+    {"encoder_attention": "strided+global_tokens", "global_tokens": "added", "relative": "angle", "norm": "post"},
 ]
 
 DECODER: list[dict[str, Any]] = [
@@ -218,7 +224,9 @@ def legal(values: dict[str, Any]) -> bool:
     """Return whether these choices are legal together: the table line by line, not the code under test."""
     encoder, decoder, features = values["encoder_attention"], values["decoder_attention"], values["features"]
     cells = {"lstm", "gru"}
-    directed = {"scaled_dot", "dot", "additive", "slow", "local", "strided", "global_tokens", "synthesizer"} | cells
+    unions = {"local+strided", "local+global_tokens", "strided+global_tokens", "local+strided+global_tokens"}
+    masked = {"local", "strided", "global_tokens"} | unions
+    directed = {"scaled_dot", "dot", "additive", "slow", "synthesizer"} | masked | cells
     relative = directed - {"synthesizer"} - cells
     matrix = values["relative"] == "matrix"
     fast_fc = values["cross_attention"] == "fast_fc"
@@ -226,11 +234,14 @@ def legal(values: dict[str, Any]) -> bool:
     skips = values["hybrid_skips"] == "layer"
     recurrent = decoder in cells | {"fully_connected"}
     mix = isinstance(encoder, tuple)
+    adds = values["global_tokens"] == "added"
+    has_global = any("global_tokens" in head for head in (encoder if mix else (encoder,)))
     directed_ok = mix or encoder in directed or (encoder == "linear" and features != "softmax")
     relative_ok = (mix or encoder in relative) and decoder not in {"linear", "none"} and not recurrent
     return not (
         (values["encoder_direction"] != "both" and not directed_ok)
         or (values["relative"] != "none" and not relative_ok)
+        or (adds and (not has_global or values["encoder_direction"] != "both"))
         or (decoder == "linear" and features == "softmax")
         or (values["cross_attention"] == "none" and (not recurrent or values["copy"]))
         or (decoder == "fully_connected" and values["cross_attention"] != "none")

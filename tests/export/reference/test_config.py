@@ -64,6 +64,14 @@ def test_json_restores_a_mix_of_heads_as_a_tuple() -> None:
         ({"copy": 1}, "copy: expected bool, found 1"),
         ({"encoder_attention": ("local",)}, "one mask for each of 2 heads, found 1"),
         ({"encoder_attention": ("local", "slow")}, r"found \['slow'\]"),
+        ({"encoder_attention": "strided+local"}, r"'local\+strided', .*found 'strided\+local'"),
+        ({"encoder_attention": "scaled_dot+local"}, r"found 'scaled_dot\+local'"),
+        ({"encoder_attention": ("local", "local+local")}, r"found \['local\+local'\]"),
+        ({"global_tokens": "added"}, "global_tokens: added needs an encoder_attention with the mask global_tokens"),
+        (
+            {"global_tokens": "added", "encoder_attention": "global_tokens", "encoder_direction": "left_to_right"},
+            "on the right to the left, found encoder_direction = left_to_right",
+        ),
         (
             {"encoder_attention": "linformer", "encoder_direction": "left_to_right"},
             "linformer attention has no direction",

@@ -1,6 +1,7 @@
 """Every attention of the reference models against its formula: padded batches against loops without padding."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,9 +9,12 @@ import pytest
 import torch
 
 from fatdeploy.export.reference.config import ModelConfig
+from fatdeploy.export.reference.presets import config_from_preset
+from fatdeploy.export.reference.sparse import layouts
 from tests.support.oracles.checks import batch_of, check_steps, check_whole, double_model
 
 MIX = ("strided", "local", "global_tokens")
+UNIONS = ("local+strided", "scaled_dot", "strided+global_tokens", "local+strided+global_tokens")
 DIRECTIONS = ("both", "left_to_right", "right_to_left")
 ENCODERS: dict[str, dict[str, Any]] = {
     "scaled_dot": {},
@@ -21,6 +25,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "strided": {"encoder_attention": "strided"},
     "global_tokens": {"encoder_attention": "global_tokens"},
     "mix": {"encoder_attention": MIX, "heads": 3},
+    "unions": {"encoder_attention": UNIONS, "heads": 4, "window": 1, "stride": 4},
     "linear elu": {"encoder_attention": "linear", "features": "elu"},
     "linear random": {"encoder_attention": "linear", "features": "random"},
     "linear performer": {"encoder_attention": "linear", "features": "performer"},
@@ -34,6 +39,11 @@ WITHOUT_DIRECTION: dict[str, dict[str, Any]] = {
     "compressed, nothing left over": {"encoder_attention": "compressed", "compression": 3},
 }
 RELATIVES = ("table", "angle")
+ADDED: dict[str, dict[str, Any]] = {
+    "alone": {"encoder_attention": "global_tokens", "n_global_tokens": 3},
+    "with a window": {"encoder_attention": "local+global_tokens", "n_global_tokens": 1, "window": 1},
+    "beside heads without them": {"encoder_attention": (*UNIONS[:3], "local"), "heads": 4, "n_global_tokens": 5},
+}
 
 
 @pytest.mark.parametrize(("direction", "norm"), [*((name, "pre") for name in DIRECTIONS), ("both", "post")])
@@ -49,10 +59,59 @@ def test_encoder_attention_that_mixes_all_positions(changes: dict[str, Any], nor
 
 
 @pytest.mark.parametrize("relative", RELATIVES)
-@pytest.mark.parametrize("changes", list(ENCODERS.values())[:8], ids=list(ENCODERS)[:8])
+@pytest.mark.parametrize("changes", list(ENCODERS.values())[:9], ids=list(ENCODERS)[:9])
 def test_encoder_attention_with_relative_scores(changes: dict[str, Any], relative: str) -> None:
     check_whole(double_model(relative=relative, decoder_layers=1, **changes))
     check_whole(double_model(relative=relative, decoder_layers=1, encoder_direction="right_to_left", **changes))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("kind", ["local", "strided"])
+def test_layouts_for_long_sources_compute_the_same_formulas(
+    kind: str, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Blocks of four queries, so that a source has several.
+    monkeypatch.setattr(layouts, "LEAST_BLOCK", 4)
+    monkeypatch.setattr(layouts, "WHOLE_UP_TO", 0)
+    changes: dict[str, Any] = {"encoder_attention": kind, "encoder_direction": direction, "decoder_layers": 1}
+    for window in (0, 3, 5):
+        check_whole(double_model(**{**changes, "window": window, "stride": window + 1}))
+    for relative in (*RELATIVES, "matrix"):
+        check_whole(double_model(relative=relative, **changes))
+        check_whole(double_model(relative=relative, relative_each_layer=True, norm="post", **changes))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["local", "strided"])
+def test_layouts_for_long_sources_give_what_the_mask_gives_on_the_whole_source(kind: str) -> None:
+    source, mask = torch.arange(700).remainder(37)[None] + 3, torch.arange(700)[None] < 650
+    results = []
+    for longest in (layouts.WHOLE_UP_TO, 700):
+        model = double_model(encoder_attention=kind, max_source=longest, positions="none", window=9, stride=4)
+        model.spec = replace(model.spec, max_source=700)
+        results.append(model.encode(source, mask).keys[0][:, :, :650])
+    assert {
+        type(layouts.layout_of(config_from_preset("fat-tiny", max_source=n, encoder_attention=kind), 0))
+        for n in (512, 513)
+    } == {
+        layouts.AllPairs,
+        layouts.Windows if kind == "local" else layouts.Strides,
+    }
+    torch.testing.assert_close(results[0], results[1], rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("relative", ["none", *RELATIVES, "matrix"])
+@pytest.mark.parametrize("changes", ADDED.values(), ids=ADDED)
+def test_global_tokens_that_are_added(changes: dict[str, Any], relative: str) -> None:
+    changes = {"global_tokens": "added", "relative": relative, "decoder_layers": 1, **changes}
+    check_whole(double_model(**changes))
+    check_whole(double_model(norm="post", relative_each_layer=relative != "none", **changes))
+
+
+def test_a_ring_with_vectors_per_distance() -> None:
+    model = double_model(decoder_attention="local", relative="matrix", relative_window=2)
+    check_whole(model)
+    check_steps(model)
 
 
 @pytest.mark.parametrize("kind", ["scaled_dot", "dot", "additive", "local"])

@@ -121,14 +121,16 @@ def test_dropout_acts_in_training_and_not_in_inference() -> None:
 
 def any_values() -> st.SearchStrategy[dict]:
     """Draw every choice independently: most combinations are illegal."""
-    mask = st.sampled_from(["local", "strided", "global_tokens"])
+    masks = "local strided global_tokens local+strided local+global_tokens strided+global_tokens"
+    mask = st.sampled_from([*masks.split(), "local+strided+global_tokens", "scaled_dot"])
     attentions = (
         "scaled_dot dot additive slow local strided global_tokens linformer compressed linear synthesizer lstm gru"
     )
     recurrent = ["lstm", "gru", "fully_connected"]
     return st.fixed_dictionaries(
         {
-            "encoder_attention": st.sampled_from(attentions.split()) | st.tuples(mask, mask),
+            "encoder_attention": st.sampled_from(attentions.split()) | mask | st.tuples(mask, mask),
+            "global_tokens": st.sampled_from(["first", "first", "added"]),
             "encoder_direction": st.sampled_from(DIRECTIONS),
             "synthesizer": st.sampled_from(["random", "dense"]),
             "features": st.sampled_from(["elu", "softmax", "random", "performer"]),

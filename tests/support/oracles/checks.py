@@ -95,7 +95,8 @@ def check_whole(model: ReferenceModel) -> list[tuple[Trace, Trace]]:
     oracle, traces = Oracle(model, model.config), oracle_traces(model, source, target)
     for row, (n, (below, above)) in enumerate(zip(SOURCE_LENGTHS, traces, strict=True)):
         for layer, expected in enumerate(below.attended):
-            check_close(attended[layer][row, :n], expected, f"row {row}: encoder attention {layer}")
+            first = attended[layer].shape[1] - source.shape[1]  # after tokens that are added
+            check_close(attended[layer][row, first : first + n], expected, f"row {row}: encoder attention {layer}")
         check_close(encoded[0][-1][row, :n], below.outputs[-1], f"row {row}: encoder")
         for layer in range(model.config.decoder_layers):
             pairs = oracle.memory_pairs(source[row, :n].tolist(), below, layer)

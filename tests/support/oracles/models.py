@@ -36,7 +36,9 @@ class Oracle:
     def __init__(self, model: nn.Module, config: ModelConfig) -> None:
         self.config = config
         # The decoder's own number of heads, for the functions that know one number.
-        self.above = replace(config, encoder_attention="dot", heads=config.decoder_heads or config.heads)
+        self.above = replace(
+            config, encoder_attention="dot", global_tokens="first", heads=config.decoder_heads or config.heads
+        )
         arrays = {name: tensor.numpy(force=True) for name, tensor in model.state_dict().items()}
         self.weights = Weights(arrays, config)
 
@@ -44,15 +46,23 @@ class Oracle:
         """Return the encoder's trace; decoder layers project their keys from its outputs."""
         w, trace = self.weights.below("encoder"), Trace()
         xs = [self._embedded("source", position, token) for position, token in enumerate(source)]
+        xs = [*self._added(), *xs]
         embedded = [w.norm("query_norm", x) for x in xs] if "query_norm.weight" in w else xs
         assert ("query_norm.weight" in w) == (self.config.encoder_attention == "slow" and self.config.norm == "pre")
         for layer in range(self.config.encoder_layers):
             weights = w.below(f"layers.{layer}")
             attended = self._encoder_attention(weights, embedded, self._enter(weights, "residual.norm", xs))
             xs = self._feed_forward(weights, self._leave(weights, "residual.norm", xs, attended, attention=True))
-            trace.attended.append(attended)
-            trace.outputs.append(self._final(w, xs))
+            first = len(self._added())
+            trace.attended.append(attended[first:])
+            trace.outputs.append(self._final(w, xs[first:]))
         return trace
+
+    def _added(self) -> Rows:
+        """Return the vectors that the encoder reads before the source."""
+        w = self.weights.below("encoder.added")
+        assert ("vectors" in w) == (self.config.global_tokens == "added")
+        return list(w["vectors"]) if "vectors" in w else []
 
     def decode(self, source: list[int], encoded: Trace, tokens: list[int]) -> Trace:
         """Return the decoder's trace for a whole target, with the scores of the vocabulary."""
@@ -153,8 +163,15 @@ class Oracle:
 
     def _encoder_attention(self, layer: Weights, embedded: Rows, xs: Rows) -> Rows:
         config, kind = self.config, self.config.encoder_attention
-        place = layer if config.relative_each_layer else self.weights.below("encoder")
-        relative = relative_of(place, config, config.max_source)
+        place, added = layer if config.relative_each_layer else self.weights.below("encoder"), len(self._added())
+        of_pairs, of_parts = relative_of(place, config, config.max_source), vectors_of(place, config)
+
+        def relative(h: int, i: int, j: int) -> float:
+            return 0.0 if min(i, j) < added else of_pairs(h, i - added, j - added)
+
+        def vectors(part: str, h: int, i: int, j: int) -> Vector:
+            return np.zeros(1) if min(i, j) < added else of_parts(part, h, i - added, j - added)
+
         w = layer.below("attention")
         if kind == "slow":
             return slow_attention(w, config, embedded, xs, self._sees_source, relative)
@@ -164,7 +181,7 @@ class Oracle:
             return linear_attention(w, config, xs, self._sees_source)
         if kind == "synthesizer":
             return synthesizer(w, config, xs, self._sees_source)
-        return softmax_attention(w, config, kind, xs, self._sees_source, (relative, vectors_of(place, config)))
+        return softmax_attention(w, config, kind, xs, self._sees_source, (relative, vectors))
 
     def _sees_source(self, h: int, i: int, j: int) -> bool:
         config, kind = self.config, self.config.encoder_attention
@@ -172,14 +189,18 @@ class Oracle:
             config.encoder_direction == "right_to_left" and j < i
         ):
             return False
-        mask = kind[h] if isinstance(kind, tuple) else kind
-        if mask == "local":
-            return abs(i - j) <= config.window
-        if mask == "strided":
-            return abs(i - j) % config.stride == 0
+        name = str(kind[h] if isinstance(kind, tuple) else kind)
+        masks = [mask for mask in name.split("+") if mask in ("local", "strided", "global_tokens")]
+        return not masks or any(self._shows(mask, i, j) for mask in masks)
+
+    def _shows(self, mask: str, i: int, j: int) -> bool:
+        """Return whether query i sees key j by a mask; added tokens come first and are near nothing."""
+        config, added = self.config, len(self._added())
         if mask == "global_tokens":
-            return i < config.n_global_tokens or j < config.n_global_tokens or i == j
-        return True
+            return min(i, j) < (added or config.n_global_tokens) or i == j
+        if min(i, j) < added:
+            return i == j
+        return abs(i - j) <= config.window if mask == "local" else abs(i - j) % config.stride == 0
 
     def _decoder_attention(self, layer: Weights, xs: Rows) -> Rows:
         config, kind, w = self.above, self.config.decoder_attention, layer.below("attention")
