@@ -9,7 +9,7 @@ from fatdeploy.spec import ModelSpec
 from fatdeploy.targets import CpuClass, Dialect, Precision, Target
 from fatdeploy.text import TextRecord
 
-FORMAT = (1, 7)  # a reader takes any minor of its own major
+FORMAT = (1, 8)  # a reader takes any minor of its own major
 OUTPUT_MATRIX_SINCE = (1, 1)  # earlier manifests do not describe it
 MANIFEST, ENCODER, DECODER, WEIGHTS = "manifest.json", "encoder.onnx", "decoder.onnx", "weights.bin"
 GRAPHS: dict[Part, str] = {"encoder": ENCODER, "decoder": DECODER}

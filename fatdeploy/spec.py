@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from fatdeploy.errors import SpecMismatch, in_one_line
 from fatdeploy.input_checks import wrong_form, wrong_ids, wrong_padding
 from fatdeploy.records import RecordReader, json_from_record
+from fatdeploy.spec_rules import wrong_contract
 from fatdeploy.targets import HalfDtype
 
 Axis = Literal["batch", "rows", "source", "step", "capacity"]
@@ -44,12 +45,13 @@ AnyArray = TypeVar("AnyArray")  # of numpy, of PyTorch, or an address
 class StateSpec(TensorSpec):
     """A tensor that a decoder passes from step to step.
 
-    A ``cache`` is written at new positions only, so past and present may be one buffer. ``recurrent`` state is read
-    after it is written: past and present must be two buffers that swap roles. Before the first token state is ``zero``,
-    or what the encoder graph computes from the ``source``.
+    A ``cache`` is written at new positions only, so past and present may be one buffer. So is a ``ring``, which has a
+    fixed length and keeps the last positions: each is written at its number modulo the length. ``recurrent`` state is
+    read after it is written: past and present must be two buffers that swap roles. Before the first token state is
+    ``zero``, or what the encoder graph computes from the ``source``.
     """
 
-    kind: Literal["cache", "recurrent"]
+    kind: Literal["cache", "ring", "recurrent"]
     start: Literal["zero", "source"] = "zero"
 
 
@@ -57,6 +59,14 @@ def cache_specs(layer: int, heads: int, head_width: int, dtype: str = "float32")
     """Return the key and value caches of one decoder layer."""
     shape: tuple[int | Axis, ...] = ("rows", heads, "capacity", head_width)
     return StateSpec(f"keys.{layer}", dtype, shape, "cache"), StateSpec(f"values.{layer}", dtype, shape, "cache")
+
+
+def ring_specs(
+    layer: int, heads: int, length: int, head_width: int, dtype: str = "float32"
+) -> tuple[StateSpec, StateSpec]:
+    """Return the last keys and values of one decoder layer that sees a window."""
+    shape: tuple[int | Axis, ...] = ("rows", heads, length, head_width)
+    return StateSpec(f"keys.{layer}", dtype, shape, "ring"), StateSpec(f"values.{layer}", dtype, shape, "ring")
 
 
 def recurrent_specs(
@@ -122,9 +132,10 @@ class ModelSpec:
     source_vocab_size: int | None = None  # None is vocab_size
     silent_ids: tuple[int, ...] = ()  # tokens that are never chosen, and whose scores mean nothing
     row_positions: bool = False  # whether rows may be at different positions; the exporter sets it
+    tokens_per_call: int | None = None  # the most that one call of the decoder may read; None is any number
 
     def __post_init__(self) -> None:
-        reasons = self._wrong_sizes() or [*self._wrong_special_ids(), *self._wrong_starts()]
+        reasons = wrong_contract(self)
         if reasons:
             raise SpecMismatch("; ".join(reasons))
 
@@ -235,11 +246,11 @@ class ModelSpec:
     def halved(self, dtype: HalfDtype) -> "ModelSpec":
         """Return the contract of the same model in half precision.
 
-        Memory and caches become half. Recurrent state is a sum over all positions, which half would round at each, and
-        results are for applications: both stay float32.
+        Memory, caches and rings become half. Recurrent state is a sum over all positions, which half would round at
+        each, and results are for applications: both stay float32.
         """
         memory = tuple(_halved(tensor, dtype) for tensor in self.memory)
-        state = tuple(_halved(tensor, dtype) if tensor.kind == "cache" else tensor for tensor in self.state)
+        state = tuple(tensor if tensor.kind == "recurrent" else _halved(tensor, dtype) for tensor in self.state)
         return replace(self, memory=memory, state=state)
 
     def widened(self) -> "ModelSpec":
@@ -291,42 +302,6 @@ class ModelSpec:
                 reasons.append("a parallel model decodes all positions in one call, this is the second")
         if reasons:
             raise SpecMismatch(in_one_line("step refused", reasons))
-
-    def _wrong_sizes(self) -> list[str]:
-        names = ("vocab_size", "source_vocab_size", "width", "max_source", "max_target", "top_k")
-        sizes = {name: getattr(self, name) for name in names}
-        return [
-            f"{name} must be 1 or more, found {size}" for name, size in sizes.items() if size is not None and size < 1
-        ]
-
-    def _wrong_special_ids(self) -> list[str]:
-        # Padding is also read by the encoder, which may have fewer ids.
-        limits = {
-            "pad_id": min(self.vocab_size, self.n_source_ids),
-            "bos_id": self.vocab_size,
-            "eos_id": self.vocab_size,
-        }
-        ids = [(name, getattr(self, name), limit) for name, limit in limits.items()]
-        ids += [("silent_ids", token, self.vocab_size) for token in self.silent_ids]
-        reasons = [
-            f"{name} must lie in 0…{limit - 1}, found {token}" for name, token, limit in ids if not 0 <= token < limit
-        ]
-        if len(set(self.silent_ids)) >= self.vocab_size > 0:
-            reasons.append("silent_ids must leave a token that can be chosen")
-        return reasons
-
-    def _wrong_starts(self) -> list[str]:
-        reasons = [
-            f"state {tensor.name} starts from the source, so it must be recurrent, found a {tensor.kind}"
-            for tensor in self._started
-            if tensor.kind != "recurrent"
-        ]
-        return reasons + [
-            f"state {tensor.name} starts from the source, so its axes must be rows and numbers, found "
-            f"{list(tensor.shape)}"
-            for tensor in self._started
-            if tensor.shape[:1] != ("rows",) or not all(isinstance(axis, int) for axis in tensor.shape[1:])
-        ]
 
     def _wrong_source_form(self, source: Tokens, mask: Mask) -> list[str]:
         reasons = wrong_form("source", source, np.dtype(np.int64)) + wrong_form("mask", mask, np.dtype(np.bool_))

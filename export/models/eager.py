@@ -6,7 +6,7 @@ import torch
 
 from fatdeploy.export.models.exportable import Memory, Tensors, exportable_model
 from fatdeploy.runtimes.engines.checks import check_ids, check_length_head, check_step, check_want, checked_move
-from fatdeploy.runtimes.engines.protocol import Capacity, Floats, Ids, Rows, StepOut, Want
+from fatdeploy.runtimes.engines.protocol import Capacity, Floats, Ids, Rows, StepOut, Want, in_parts
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
 
@@ -51,6 +51,9 @@ class EagerEngine:
         """Feed tokens [R, t]; logits are computed only if they are wanted."""
         check_want(self.spec, want)
         check_step(self.spec, tokens, state.rows, state.position, state.capacity.target_positions)
+        return in_parts(tokens, self.spec.tokens_per_call, lambda part: self._called(part, state, want))
+
+    def _called(self, tokens: Tokens, state: EagerState, want: Want) -> StepOut:
         inputs = torch.from_numpy(tokens)
         output, state.tensors = self.exportable.called(inputs, state.position, state.tensors, state.memory)
         state.position += tokens.shape[1]

@@ -265,8 +265,12 @@ def exportable_model(model: object, choices: Choices | None = None) -> Exportabl
 def missing_parts(model: object) -> list[str]:
     """Return what an object lacks to be a ``UserModel``, as reasons."""
     reasons = [] if isinstance(model, nn.Module) else ["it must be a torch.nn.Module, so that its weights are found"]
-    if not isinstance(getattr(model, "spec", None), ModelSpec):
+    spec = getattr(model, "spec", None)
+    if not isinstance(spec, ModelSpec):
         reasons.append("it has no spec (a fatdeploy.spec.ModelSpec)")
+    elif not isinstance(model, ReferenceModel) and any(tensor.kind == "ring" for tensor in spec.state):
+        # Engines write a ring where it is read: a graph that reads what a step overwrites would be wrong.
+        reasons.append('its state has a "ring", which only our own decoders have: use "recurrent"')
     methods = [name for name in ("encode", "start", "step") if not callable(getattr(model, name, None))]
     if getattr(type(model), "forward", nn.Module.forward) is nn.Module.forward:
         methods.append("forward")

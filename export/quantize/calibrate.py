@@ -70,12 +70,9 @@ def activations_of(
         names = sorted({product.activation for product in products_of(read_structure(path).graph)})
         sessions[part] = _ExposedGraph(path, names)
         activations[part] = {name: Activation() for name in names}
-    for feeds in _calls(sessions[ENCODER], spec, rows, branches=branches):
-        # A call's share of the kept rows is its share of the sources.
-        most = max(1, MOST_ROWS * len(feeds[ENCODER][spec.encoder_inputs()[0].name]) // len(rows))
-        for part, inputs in feeds.items():
-            for name, values in sessions[part].values(inputs).items():
-                activations[part][name].add(values, most, draw)
+    for part, inputs, most in _calls(sessions, spec, rows, branches=branches):
+        for name, values in sessions[part].values(inputs).items():
+            activations[part][name].add(values, max(1, most), draw)
     return activations
 
 
@@ -95,26 +92,34 @@ def _lengths(row: CalibrationRow) -> tuple[int, int]:
 
 
 def _calls(
-    encoder: "_ExposedGraph", spec: ModelSpec, rows: Sequence[CalibrationRow], *, branches: bool
-) -> Iterator[dict[str, Arrays]]:
-    """Yield the inputs of both graphs for one batch at a time; a whole target is read in one call."""
+    sessions: "dict[str, _ExposedGraph]", spec: ModelSpec, rows: Sequence[CalibrationRow], *, branches: bool
+) -> Iterator[tuple[str, Arrays, int]]:
+    """Yield each call of a graph as its name, its inputs and how many rows to keep of its activations.
+
+    A whole target is read in one call, or in as few as the model allows.
+    """
     for batch in unpadded_batches(rows):
-        source, mask = padded([row.source for row in batch], spec)
-        inputs = _named(spec.encoder_inputs(), [source, mask])
-        memory = encoder.outputs(inputs, [tensor.name for tensor in spec.encoder_outputs()])
+        share = MOST_ROWS * len(batch)  # the batch's share of the kept rows is its share of the sources
+        inputs = _named(spec.encoder_inputs(), list(padded([row.source for row in batch], spec)))
+        yield ENCODER, inputs, share // len(rows)
+        memory = sessions[ENCODER].outputs(inputs, [tensor.name for tensor in spec.encoder_outputs()])
         tokens = decoder_tokens(batch, spec)
         sizes = {"rows": len(batch), "capacity": tokens.shape[1], **spec.fixed_axes(branches=branches)}
-        position = np.zeros(spec.position.sized(sizes), np.int64)
-        feeds = {**inputs, **memory, **_named((spec.tokens, spec.position), [tokens, position])}
-        feeds[spec.want.name] = np.array(int(Want.LOGITS))
+        feeds = {**inputs, **memory, spec.want.name: np.array(int(Want.LOGITS))}
         feeds |= {
             past.name: np.zeros(past.sized(sizes), past.dtype) if start is None else start
             for past, start in zip(spec.past, spec.started_by(memory), strict=True)
         }
-        yield {
-            ENCODER: inputs,
-            DECODER: {tensor.name: feeds[tensor.name] for tensor in spec.decoder_inputs(branches=branches)},
-        }
+        starts = range(0, tokens.shape[1], spec.tokens_per_call or tokens.shape[1])
+        for start in starts:
+            part = tokens[:, start : start + starts.step]
+            position = np.full(spec.position.sized(sizes), start, np.int64)
+            feeds |= _named((spec.tokens, spec.position), [part, position])
+            call = {tensor.name: feeds[tensor.name] for tensor in spec.decoder_inputs(branches=branches)}
+            yield DECODER, call, share // (len(rows) * len(starts))
+            if part.shape[1] < tokens.shape[1] - start:
+                present = sessions[DECODER].outputs(call, [tensor.name for tensor in spec.present])
+                feeds |= _named(spec.past, list(present.values()))
 
 
 def decoder_tokens(batch: Sequence[CalibrationRow], spec: ModelSpec) -> Tokens:

@@ -13,7 +13,7 @@ from fatdeploy.export.reference.config_rules import (
     wrong_recurrence,
     wrong_value,
 )
-from fatdeploy.export.reference.sparse.kinds import MASKS, HeadMask, Mask, MaskUnion, wrong_masks
+from fatdeploy.export.reference.sparse.kinds import MASKS, HeadMask, Mask, MaskUnion, ring_length, wrong_masks
 
 EncoderAttentionKind = Literal[
     "scaled_dot",
@@ -182,7 +182,7 @@ class ModelConfig:
     @property
     def has_caches(self) -> bool:
         """Whether the decoder keeps keys and values of all positions."""
-        return self.decoder_attention in _CACHED
+        return self.decoder_attention in _CACHED and not ring_length(self)
 
     @property
     def parallel(self) -> bool:

@@ -13,6 +13,7 @@ from fatdeploy.export.reference.layers import FeedForward, Residual, SelfAttenti
 from fatdeploy.export.reference.positions import layer_relative, stack_relative, with_relative
 from fatdeploy.export.reference.recurrent.encoder import context_of
 from fatdeploy.export.reference.seams import Outputs, Position, seams
+from fatdeploy.export.reference.sparse.kinds import ring_length
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Call:
     """What all layers of the decoder share in one call, computed once."""
 
     at: Tensor  # [t] or [R, t] positions of the call
-    keys_at: Tensor  # [J] positions of the keys
+    keys_at: Tensor  # [J] or [R, J] positions of the keys; negative where a ring has none yet
     visible: Visible  # target positions [R or 1, 1, t, J]
     gate: Tensor | None  # [R, t, 1], 0 where the hybrid pass skips cross-attentions; None if it skips none
     weights_of: frozenset[int]  # the layers whose cross weights are wanted
@@ -40,10 +41,13 @@ def allowed_keys(config: ModelConfig, at: Tensor, j: Tensor, tokens: Tensor) -> 
     """Return which target positions a query sees: the past, the window of ``local``, a row's length if parallel."""
     if config.parallel:
         return (tokens != config.pad_id)[:, None, None, :]
+    j = j[..., None, :]
     distance = at[..., None] - j  # [t, J] or [R, t, J]
     allowed = distance >= 0
     if config.decoder_attention == "local":
         allowed = allowed & (distance <= config.window)
+    if ring_length(config):
+        allowed = allowed & (j >= 0)
     return allowed[None, None] if at.ndim == 1 else allowed[:, None]
 
 
@@ -53,12 +57,14 @@ class CachedAttention(SelfAttention):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, config.target_heads)
         self.scores = Scores(config.decoder_attention, config.target_heads)
+        self.has_ring = ring_length(config) > 0
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, state: LayerState, call: Call, position: Position) -> tuple[Tensor, LayerState]:
         qkv = self.qkv(x)
         if state:
-            mixed, state = seams().attend_cached(qkv, self.scores, call.visible, state, position)
+            attend = seams().attend_ring if self.has_ring else seams().attend_cached
+            mixed, state = attend(qkv, self.scores, call.visible, state, position)
         else:
             mixed = seams().attend(qkv, self.scores, call.visible, self.dropout)
         return self.out(mixed), state
@@ -153,12 +159,12 @@ class Decoder(nn.Module):
         return SourceMemory(keys=[keys for keys, _ in pairs], values=[values for _, values in pairs], starts=starts)
 
     def start(self, memory: SourceMemory, capacity: int) -> DecoderState:
-        """Return the state before the first token: caches for ``capacity`` positions, zero sums, or a start."""
+        """Return the state before the first token: caches for ``capacity`` positions, rings, sums, or a start."""
         if memory.starts:
             return DecoderState(0, list(memory.starts))
         rows, like, config = len(memory.valid), self.stack()[0].ffn.out.weight, self.config
         heads, width, features = config.target_heads.count, config.target_heads.width, config.feature_width
-        shapes: list[tuple[int, ...]] = [(rows, heads, capacity, width)] * 2
+        shapes: list[tuple[int, ...]] = [(rows, heads, ring_length(config) or capacity, width)] * 2
         if config.decoder_attention == "linear":
             shapes = [(rows, heads, features, width), (rows, heads, features)]
         elif config.parallel:
@@ -169,9 +175,12 @@ class Decoder(nn.Module):
         """Return what the layers share in a call on tokens [R, t]."""
         steps, config = tokens.shape[1], self.config
         at = positions_of(tokens, state)
-        cached = bool(state.layers[0]) and config.has_caches
+        cached = bool(state.layers[0]) and (config.has_caches or ring_length(config) > 0)
         capacity = state.layers[0][0].shape[2] if cached else steps
-        j = torch.arange(seams().n_keys(state.position, steps, capacity), device=tokens.device)
+        if cached and ring_length(config):
+            j = seams().ring_positions(at, capacity)
+        else:
+            j = torch.arange(seams().n_keys(state.position, steps, capacity), device=tokens.device)
         visible = Visible(
             allowed=allowed_keys(config, at, j, tokens),
             relative=None,

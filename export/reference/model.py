@@ -17,6 +17,7 @@ from fatdeploy.export.reference.positions import Positions
 from fatdeploy.export.reference.recurrent.decoder import RecurrentDecoder
 from fatdeploy.export.reference.recurrent.encoder import RecurrentEncoder, mean_of
 from fatdeploy.export.reference.seams import seams
+from fatdeploy.export.reference.sparse.kinds import TOKENS_PER_CALL, ring_length
 from fatdeploy.spec import (
     ModelSpec,
     StateSpec,
@@ -26,6 +27,7 @@ from fatdeploy.spec import (
     context_spec,
     memory_specs,
     recurrent_specs,
+    ring_specs,
 )
 
 # The norms of embedded tokens before and after positions are added.
@@ -59,6 +61,8 @@ def spec_from_config(config: ModelConfig) -> ModelSpec:
             state += cell_specs(layer, config.width, 1)
         elif config.decoder_attention == "linear":
             state += recurrent_specs(layer, heads.count, config.feature_width, heads.width)
+        elif ring_length(config):
+            state += ring_specs(layer, heads.count, ring_length(config), heads.width)
         elif config.has_caches:
             state += cache_specs(layer, heads.count, heads.width)
     return ModelSpec(
@@ -76,6 +80,7 @@ def spec_from_config(config: ModelConfig) -> ModelSpec:
         memory=tuple(memory),
         state=tuple(state),
         reads_source=config.reads_source,
+        tokens_per_call=TOKENS_PER_CALL if ring_length(config) else None,
     )
 
 

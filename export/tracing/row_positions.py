@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from fatdeploy.export.models.exportable import Exportable, ExportableReference
+from fatdeploy.export.reference.sparse.kinds import ring_length
 from fatdeploy.export.tracing.dialect_ort import WIDTH_UNIT
 from fatdeploy.targets import TargetRecord
 
@@ -18,12 +19,14 @@ def with_row_positions(model: Exportable, target: TargetRecord) -> Exportable:
 def _can_have_row_positions(model: Exportable) -> bool:
     """Whether every op of the decoder that depends on the position exists for a position per row.
 
-    These are the table of positions, plain causal caches, and recurrent state, which has no positions. An addition to
-    the scores of self-attention, such as relative scores or a window, would have to be computed for each row.
+    These are the table of positions, plain causal caches, rings, whose window is computed for each row, and recurrent
+    state, which has no positions. Relative scores would have to be computed for each row.
     """
     if not isinstance(model, ExportableReference):
         return False  # a model of the user expects one number
     config = model.inner.config
+    if ring_length(config):
+        return config.relative == "none"
     plain = config.decoder_attention in ("scaled_dot", "dot") and config.relative == "none"
     without_positions = config.decoder_attention in ("linear", "none") or config.recurrent_decoder
     return without_positions or (plain and config.target_heads.width % WIDTH_UNIT == 0)

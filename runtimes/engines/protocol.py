@@ -1,6 +1,6 @@
 """What a backend does for the decode loop. The loop owns token choice, the engine owns caches."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol, TypeVar, runtime_checkable
@@ -59,6 +59,15 @@ def joined(outs: Sequence[StepOut]) -> StepOut:
     return StepOut(
         **{name: None if arrays[0] is None else np.concatenate(arrays, axes[name]) for name, arrays in parts.items()}
     )
+
+
+def in_parts(tokens: Tokens, most: int | None, call: Callable[[Tokens], StepOut]) -> StepOut:
+    """Return the result of a step on tokens [R, t], made in calls of at most ``most`` tokens, or in one call."""
+    if most is None or tokens.shape[1] <= most:
+        return call(tokens)
+    parts = [tokens[:, start : start + most] for start in range(0, tokens.shape[1], most)]
+    # Copies: the next call overwrites a result.
+    return joined([copied(call(part)) for part in parts])
 
 
 class Stepper(Protocol[State]):

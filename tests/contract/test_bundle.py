@@ -281,7 +281,7 @@ def test_all_problems_of_a_manifest_are_reported_at_once(folder: Path) -> None:
         "opset: expected int, found True",
         "onnxruntime: expected a list of 2, found ['1.31']",
         "versions.torch: expected str, found 2",
-        "spec.state.0.kind: expected one of ['cache', 'recurrent'], found 'tape'",
+        "spec.state.0.kind: expected one of ['cache', 'ring', 'recurrent'], found 'tape'",
         "spec.state.0.start: expected one of ['zero', 'source'], found 'memory.keys.0'",
         "histograms.decoder.before.MatMul: expected int, found 0.5",
         "output_matrix: offset must be 0 or more, found -1",

@@ -43,6 +43,7 @@ TOKENS = {
     "1.5": (19, 5, 21, 26, 47, 26, 47, 24),
     "1.6": (19, 5, 21, 26, 47, 26, 47, 4),
     "1.7": (15, 15, 33, 10, 16, 46, 16, 56),
+    "1.8": (11, 11, 50, 61, 50, 29, 50, 44),
 }
 
 MACHINE = Machine("made up", None, "x86_64", ("avx2",), 4, None, "Linux 6.1", "3.11.7")
@@ -126,7 +127,9 @@ def test_a_bundle_of_an_imported_model_keeps_its_settings_and_its_text() -> None
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_have_one_position_unless_the_bundle_says_otherwise(name: str) -> None:
     spec = read_bundle(DATA / name).spec
-    assert (spec.row_positions, spec.position.shape) == ((True, ("rows",)) if name in ("1.5", "1.6") else (False, ()))
+    assert (spec.row_positions, spec.position.shape) == (
+        (True, ("rows",)) if name in ("1.5", "1.6", "1.8") else (False, ())
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -159,7 +162,7 @@ def test_the_certificate_of_every_format_is_read_and_says_what_the_file_says(nam
     bundle = read_bundle(DATA / name)
     certificate = read_certificate(bundle)
     assert certificate.as_dict() == json.loads((DATA / name / PARITY).read_text())
-    assert certificate.parity.tokens == 13 * 16
+    assert certificate.parity.tokens == 13 * bundle.spec.max_target
     promise = promise_of(bundle)
     quantized = bundle.manifest.quantization is not None
     assert (promise.share == 1.0) == (not quantized) == (promise.bar is not None)

@@ -43,6 +43,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"state": (StateSpec("sum", "float32", (4, "rows"), "recurrent", "source"),)},
         "state sum starts from the source, so its axes must be rows and numbers, found [4, 'rows']",
     ),
+    (
+        {"state": (StateSpec("keys", "float32", ("rows", 2, "capacity"), "ring"),)},
+        "state keys is a ring, so its axes must be rows and numbers, found ['rows', 2, 'capacity']; state keys is a "
+        "ring, so tokens_per_call must say how many tokens a call may have",
+    ),
+    ({"tokens_per_call": 0}, "tokens_per_call must be 1 or more, found 0"),
     ({"max_target": 0, "width": -2}, "width must be 1 or more, found -2; max_target must be 1 or more, found 0"),
 ]
 

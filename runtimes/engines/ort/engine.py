@@ -46,8 +46,7 @@ from fatdeploy.runtimes.engines.protocol import (
     Rows,
     StepOut,
     Want,
-    copied,
-    joined,
+    in_parts,
 )
 from fatdeploy.spec import Mask, ModelSpec, Tokens
 
@@ -152,16 +151,15 @@ class OrtEngine:
         _check_not_released(state)
         check_want(self.spec, want)
         check_step(self.spec, tokens, state.rows, state.position, state.capacity.target_positions)
-        if tokens.shape[1] > 1 and self._takes_single_tokens(state):
-            return joined([copied(self._run(column, state, want)) for column in np.split(tokens, tokens.shape[1], 1)])
-        return self._run(tokens, state, want)
+        return in_parts(tokens, self._tokens_per_call(state), lambda part: self._run(part, state, want))
 
-    def _takes_single_tokens(self, state: OrtState) -> bool:
-        """Whether the graph cannot read several tokens per row now.
+    def _tokens_per_call(self, state: OrtState) -> int | None:
+        """Return how many tokens per row the graph can read in one call now; None if any number.
 
-        onnxruntime's attention with a position per row can if no row has a past, or if there is one row.
+        onnxruntime's attention with a position per row reads several if no row has a past, or if there is one row.
         """
-        return self.spec.row_positions and self._has_caches and state.position > 0 and state.rows > 1
+        single = self.spec.row_positions and self._has_caches and state.position > 0 and state.rows > 1
+        return 1 if single else self.spec.tokens_per_call
 
     def _run(self, tokens: Tokens, state: OrtState, want: Want) -> StepOut:
         """Run the decoder on tokens that it can read in one call, and advance every row."""

@@ -14,7 +14,7 @@ from fatdeploy.errors import ConfigError, DeviceFailed, OutOfDeviceMemory
 from fatdeploy.plans import Part
 from fatdeploy.runtimes.engines.checks import check_length_head, check_step, check_want, checked_move, released_state
 from fatdeploy.runtimes.engines.output_matrix import stored_output_bias, stored_output_rows
-from fatdeploy.runtimes.engines.protocol import Capacity, Floats, Ids, Rows, StepOut, Want, copied, joined
+from fatdeploy.runtimes.engines.protocol import Capacity, Floats, Ids, Rows, StepOut, Want, in_parts
 from fatdeploy.runtimes.engines.results import step_out_from_arrays
 from fatdeploy.runtimes.engines.trt.bindings import bound_encoder, bound_step, results_of
 from fatdeploy.runtimes.engines.trt.calls import PlanCall
@@ -107,19 +107,18 @@ class TrtEngine:
     def step(self, tokens: Tokens, state: TrtState, want: Want) -> StepOut:
         """Feed tokens [R, t]: they and the position go to the device, the wanted results come back.
 
-        If there are more tokens than a profile takes, several calls feed them; the result is the same.
+        If there are more tokens than a profile or the model takes, several calls feed them; the result is the same.
         """
         memory = _memory_of(state)
         check_want(self.spec, want)
         limit = min(state.capacity.target_positions, self.spec.max_target)
         check_step(self.spec, tokens, state.rows, state.position, limit)
-        steps = tokens.shape[1]
-        most = steps if steps == 1 else most_steps(self._profiles, self._sizes(state, memory, steps))
-        if self.spec.decoding == "parallel" or not 0 < most < steps:
-            return self._step(tokens, state, memory, want)
-        parts = [tokens[:, start : start + most] for start in range(0, steps, most)]
-        # Copies: the next step overwrites a result.
-        return joined([copied(self._step(part, state, memory, want)) for part in parts])
+        most = None
+        if tokens.shape[1] > 1 and self.spec.decoding != "parallel":
+            # 0 if no profile takes the sizes: the call itself refuses them.
+            by_profile = most_steps(self._profiles, self._sizes(state, memory, tokens.shape[1]))
+            most = min((limit for limit in (by_profile, self.spec.tokens_per_call) if limit), default=None)
+        return in_parts(tokens, most, lambda part: self._step(part, state, memory, want))
 
     def _step(self, tokens: Tokens, state: TrtState, memory: DecodeMemory, want: Want) -> StepOut:
         """Make one call of the decoder."""

@@ -36,7 +36,8 @@ class DecodeMemoryShape:
 class DecodeMemory:
     """Memory of one decode on the device, and the calls bound to it; later decodes of the same shape reuse both.
 
-    A cache has one place, where a step reads and writes it. Recurrent state has two that change roles.
+    A cache has one place, where a step reads and writes it. Recurrent state and rings have two that change roles:
+    TensorRT writes in place only what it knows to be a cache, and knows none that turns.
     """
 
     def __init__(self, device: Device, spec: ModelSpec, shape: DecodeMemoryShape) -> None:

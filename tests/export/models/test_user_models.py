@@ -22,6 +22,7 @@ from fatdeploy.export.models.user_models import check_user_model
 from fatdeploy.runtimes.decoding.loop import decode
 from fatdeploy.runtimes.engines.ort.engine import OrtEngine
 from fatdeploy.runtimes.engines.protocol import Capacity, Engine, Want
+from fatdeploy.spec import StateSpec
 from fatdeploy.targets import Dialect
 from tests.support.bundles import shared_bundle
 from tests.support.pages import blocks
@@ -139,6 +140,14 @@ def test_everything_that_a_model_lacks_is_listed_at_once() -> None:
             exportable_model(model)
         listed = str(caught.value).partition(": ")[2].split("; ")
         assert [re.split(r",| \(", reason)[0] for reason in listed] == reasons
+
+
+def test_an_own_model_with_a_ring_is_refused_with_what_to_write_instead() -> None:
+    model = build()
+    ring = StateSpec("keys", "float32", ("rows", 1, 8, 4), "ring")
+    model.spec = replace(model.spec, state=(ring,), tokens_per_call=4)
+    with pytest.raises(ConfigError, match=r'its state has a "ring", which only our own decoders have: use "recurrent"'):
+        exportable_model(model)
 
 
 def changed(method: str, change: Callable[..., Any]) -> nn.Module:

@@ -32,8 +32,10 @@ CPU = TARGETS["ort-cpu"]
         ({"copy": True, "hybrid": True}, True),
         ({"inner_width": 24}, False),  # heads of 12
         ({"decoder_attention": "additive"}, False),
-        ({"decoder_attention": "local", "window": 3}, False),
         ({"cross_attention": "fast_fc", "fc_table": "vocabulary", "decoder_attention": "none"}, True),
+        ({"decoder_attention": "local", "window": 3}, True),  # a ring
+        ({"decoder_attention": "local", "window": 3, "relative": "table"}, False),
+        ({"decoder_attention": "local", "window": 250}, False),  # a mask over a cache
         ({"relative": "table"}, False),
         ({"relative": "matrix"}, False),
         ({"relative": "angle", "relative_each_layer": True}, False),

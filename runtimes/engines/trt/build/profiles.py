@@ -71,7 +71,7 @@ def _default_ranges(spec: ModelSpec, batch: SizeRange | None) -> Ranges:
     """Return the default ranges of a profile; beams multiply sources to rows."""
     batch = batch or SizeRange(least=1, usual=1, most=MOST_BATCH)
     length = min(USUAL_LENGTH, spec.max_source)
-    step = SizeRange(least=1, usual=1, most=min(MOST_STEP, spec.max_target))
+    step = SizeRange(least=1, usual=1, most=min(MOST_STEP, *_step_limit(spec).values()))
     if spec.decoding == "parallel":
         step = SizeRange(least=1, usual=min(USUAL_LENGTH, spec.max_target), most=spec.max_target)
     return {
@@ -82,12 +82,22 @@ def _default_ranges(spec: ModelSpec, batch: SizeRange | None) -> Ranges:
     }
 
 
+def _step_limit(spec: ModelSpec) -> dict[str, int]:
+    """Return the most tokens of a call, under the name of the field that says so."""
+    if spec.tokens_per_call is not None and spec.tokens_per_call < spec.max_target:
+        return {"tokens_per_call": spec.tokens_per_call}
+    return {"max_target": spec.max_target}
+
+
 def _wrong(spec: ModelSpec, axes: Sequence[str], ranges: Ranges) -> list[str]:
     reasons = [f"no tensor of the model has the axis {axis}" for axis in ranges if axis not in axes]
-    limits = {"source": ("max_source", spec.max_source), "step": ("max_target", spec.max_target)}
-    for axis, (name, limit) in limits.items():
-        if axis in ranges and ranges[axis].most > limit:
-            reasons.append(f"{axis} goes to {ranges[axis].most}, past {name} = {limit}")
+    limits = {"source": {"max_source": spec.max_source}, "step": _step_limit(spec)}
+    reasons += [
+        f"{axis} goes to {ranges[axis].most}, past {name} = {limit}"
+        for axis, limit_of_axis in limits.items()
+        for name, limit in limit_of_axis.items()
+        if axis in ranges and ranges[axis].most > limit
+    ]
     if "rows" in ranges and "batch" in ranges:
         sizes = [
             (which, getattr(ranges["batch"], which), getattr(ranges["rows"], which))
