@@ -12,6 +12,7 @@ from fatdeploy.export.reference.config_rules import (
     wrong_fully_connected,
     wrong_recurrence,
     wrong_value,
+    wrong_wiring,
 )
 
 HeadMask = Literal["local", "strided", "global_tokens"]
@@ -34,6 +35,7 @@ DecoderAttentionKind = Literal[
     "scaled_dot", "dot", "additive", "local", "linear", "full", "lstm", "gru", "fully_connected", "none"
 ]
 CrossAttentionKind = Literal["scaled_dot", "dot", "additive", "fast_fc", "none"]
+CrossWiring = Literal["last", "matched", "mixed"]
 RecurrentKind = Literal["lstm", "gru"]
 Features = Literal["elu", "softmax", "random", "performer"]
 FcSoftmax = Literal["tanh", "tanh_bounded", "softmax"]
@@ -114,7 +116,7 @@ class ModelConfig:
     fc_keys: Literal["encoder", "embedded"] = "encoder"
     fc_table: Literal["source", "vocabulary"] = "source"
     fc_scale: bool = True
-    cross_wiring: Literal["last", "matched"] = "last"
+    cross_wiring: CrossWiring = "last"
 
     positions: Literal["sinusoidal", "learned", "none"] = "sinusoidal"
     relative: Relative = "none"
@@ -292,12 +294,7 @@ class ModelConfig:
                 reasons.append(f"relative: decoder_attention = {self.decoder_attention} takes no relative scores")
         if self.decoder_attention == "linear" and features == "softmax":
             reasons.append("features: softmax runs over all positions, a decoder's linear attention cannot; use elu")
-        if self.cross_wiring == "matched" and self.encoder_layers != self.decoder_layers:
-            reasons.append(
-                "cross_wiring: matched needs as many encoder as decoder layers, "
-                f"found {self.encoder_layers} and {self.decoder_layers}"
-            )
-        reasons += [*self._wrong_projections(), *wrong_recurrence(self)]
+        reasons += [*self._wrong_projections(), *wrong_recurrence(self), *wrong_wiring(self)]
         reasons += [*wrong_fully_connected(self), *wrong_fast_layers(self)]
         if self.relative_each_layer and self.relative == "none":
             reasons.append("relative_each_layer: needs relative scores, found relative = none")

@@ -56,8 +56,6 @@ def wrong_recurrence(config: "ModelConfig") -> list[str]:
         reasons.append("cross_attention: fully_connected decoders read the context vector, use none")
     if config.cross_attention == "none" and config.copy:
         reasons.append("copy: needs the weights of a cross-attention, found cross_attention = none")
-    if config.recurrent_decoder and config.cross_wiring == "matched":
-        reasons.append("cross_wiring: a recurrent decoder has one cross-attention, use last")
     if config.recurrent_decoder and config.hybrid:
         reasons.append("hybrid: skips the cross-attention of layers, which recurrent decoders do not have")
     return reasons
@@ -107,4 +105,19 @@ def wrong_fast_layers(config: "ModelConfig") -> list[str]:
             for name, value in widths.items()
             if value != config.width
         ]
+    return reasons
+
+
+def wrong_wiring(config: "ModelConfig") -> list[str]:
+    """Return why the decoder's layers cannot read the encoder's layers in this way."""
+    reasons = []
+    if config.cross_wiring == "matched" and config.encoder_layers != config.decoder_layers:
+        reasons.append(
+            "cross_wiring: matched needs as many encoder as decoder layers, "
+            f"found {config.encoder_layers} and {config.decoder_layers}"
+        )
+    if config.cross_wiring == "mixed" and config.encoder_layers == 1:
+        reasons.append("cross_wiring: mixed needs several encoder layers, found 1; use last")
+    if config.recurrent_decoder and config.cross_wiring != "last":
+        reasons.append("cross_wiring: a recurrent decoder has one cross-attention, use last")
     return reasons

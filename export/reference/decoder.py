@@ -141,16 +141,26 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
         self.norm = norm_of(config) if config.norm == "pre" else None
         self.relative = stack_relative(config, config.target_heads, config.max_target)
+        self.mixture: nn.Parameter | None = None  # how much each decoder layer reads of each encoder layer
+        if config.cross_wiring == "mixed":
+            self.mixture = nn.Parameter(torch.zeros(config.decoder_layers, config.encoder_layers))
 
     def project(self, encoded: list[Tensor], embedded: Tensor, valid: Tensor) -> SourceMemory:
         """Return every layer's cross keys and values, from the encoder outputs that ``cross_wiring`` selects."""
-        inputs = encoded if self.config.cross_wiring == "matched" else encoded * len(self.layers)
+        inputs = self._wired(encoded)
         pairs = [layer.cross.project(output, embedded) for layer, output in zip(self.stack(), inputs, strict=True)]
         starts: list[LayerState] = []
         if self.config.starts_from_source:
             context = context_of(self.config, encoded[-1], valid)
             starts = [(layer.previous.start(context).tanh(),) for layer in self.stack() if layer.previous is not None]
         return SourceMemory(keys=[keys for keys, _ in pairs], values=[values for _, values in pairs], starts=starts)
+
+    def _wired(self, encoded: list[Tensor]) -> list[Tensor]:
+        """Return what each layer reads of the encoder."""
+        if self.mixture is None:
+            return encoded if self.config.cross_wiring == "matched" else encoded * len(self.layers)
+        outputs = torch.stack(encoded, -1)  # [B, S, M, encoder layers]
+        return [outputs @ shares for shares in self.mixture.softmax(-1)]
 
     def start(self, memory: SourceMemory, capacity: int) -> DecoderState:
         """Return the state before the first token: caches for ``capacity`` positions, zero sums, or a start."""

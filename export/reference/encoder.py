@@ -254,5 +254,5 @@ class Encoder(nn.Module):
         for layer in self.layers:
             x = layer(x, source)
             outputs.append(x)
-        wanted = outputs if self.config.cross_wiring == "matched" else outputs[-1:]
+        wanted = outputs[-1:] if self.config.cross_wiring == "last" else outputs
         return wanted if self.norm is None else [self.norm(output) for output in wanted]

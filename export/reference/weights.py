@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fatdeploy.export.reference.attention import FeatureMap
 from fatdeploy.export.reference.config import ModelConfig
+from fatdeploy.export.reference.decoder import Decoder
 from fatdeploy.export.reference.layers import Norm
 from fatdeploy.export.reference.model import DenseNormHead, MlpHead, ReferenceModel
 from fatdeploy.export.reference.presets import config_from_preset
@@ -29,6 +30,7 @@ FAST_FC_SHARPNESS, FAST_FC_STRENGTH = 2.0, 2.0
 CELL_STRENGTH, MIX_STRENGTH = 3.0, 16.0
 CONNECTED_STRENGTH, CONNECTED_SHARPNESS = 2.8, 2.2
 CONNECTED_OUTPUT, CONNECTED_OUTPUT_WITH_POSITIONS = 28.0, 14.0
+MIXTURE_STRENGTH = 10.0  # of encoder layers: plain weights would make every mixture the mean of all
 CENTRE_GRID = 1 / 16  # coarse, so that sums that round differently on another processor give the same model
 
 
@@ -51,6 +53,8 @@ def random_model(config: ModelConfig, seed: int = 0) -> ReferenceModel:
                 module.projection.copy_(drawn_projection(module, _generator(seed, name)))
         _strengthen_cross_attention(model)
         _strengthen_recurrence(model)
+        if isinstance(model.decoder, Decoder) and model.decoder.mixture is not None:
+            model.decoder.mixture.mul_(MIXTURE_STRENGTH)
         if (norm := last_norm(model)) is not None:
             signs = torch.randint(0, 2, norm.weight.shape, generator=_generator(seed, "last norm"))
             norm.weight.copy_(signs * 2 - 1)

@@ -63,6 +63,8 @@ DECODER: list[dict[str, Any]] = [
     *({"cross_attention": "fast_fc", "fc_softmax": form} for form in ("tanh", "tanh_bounded", "softmax")),
     {"cross_wiring": "matched", "norm": "pre"},
     {"cross_wiring": "matched", "norm": "post"},
+    {"cross_wiring": "mixed", "norm": "pre", "encoder_layers": 3},
+    {"cross_wiring": "mixed", "norm": "post", "encoder_layers": 2, "decoder_layers": 1},
 ]
 
 # Values that models of other origins need, alone and as families have them together.
@@ -234,7 +236,8 @@ def legal(values: dict[str, Any]) -> bool:
         or (decoder == "linear" and features == "softmax")
         or (values["cross_attention"] == "none" and (not recurrent or values["copy"]))
         or (decoder == "fully_connected" and values["cross_attention"] != "none")
-        or (recurrent and (values["cross_wiring"] == "matched" or values["hybrid"]))
+        or (recurrent and (values["cross_wiring"] != "last" or values["hybrid"]))
+        or (values["cross_wiring"] == "mixed" and values["encoder_layers"] == 1)
         or (decoder == "full") != (values["decoding"] == "parallel")
         or (values["copy"] and values["cross_attention"] == "fast_fc" and values["fc_softmax"] != "softmax")
         or (values["cross_wiring"] == "matched" and values["encoder_layers"] != values["decoder_layers"])

@@ -50,7 +50,7 @@ class RecurrentEncoder(nn.Module):
         for layer in self.layers:
             x = layer(self.dropout(x) if outputs else x, valid)
             outputs.append(x)
-        return outputs if self.config.cross_wiring == "matched" else outputs[-1:]
+        return outputs[-1:] if self.config.cross_wiring == "last" else outputs
 
 
 def mean_of(encoded: Tensor, valid: Tensor) -> Tensor:

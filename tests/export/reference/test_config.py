@@ -78,6 +78,7 @@ def test_json_restores_a_mix_of_heads_as_a_tuple() -> None:
         ({"decoder_attention": "full"}, "found full and autoregressive"),
         ({"decoding": "parallel"}, "found scaled_dot and parallel"),
         ({"cross_wiring": "matched", "encoder_layers": 2}, "found 2 and 1"),
+        ({"cross_wiring": "mixed"}, "cross_wiring: mixed needs several encoder layers, found 1; use last"),
         ({"copy": True, "cross_attention": "fast_fc"}, "fc_softmax = tanh_bounded are not probabilities"),
         ({"positional_mlp": 2, "positions": "none"}, "positional_mlp: needs position vectors"),
         ({"hybrid": True, "decoding": "parallel", "decoder_attention": "full"}, "hybrid: decides by the input token"),

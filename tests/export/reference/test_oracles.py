@@ -98,14 +98,14 @@ def test_rows_of_a_performer_are_orthogonal_within_a_width() -> None:
 
 
 @pytest.mark.parametrize("kind", ["scaled_dot", "dot", "additive"])
-@pytest.mark.parametrize("wiring", ["last", "matched"])
+@pytest.mark.parametrize("wiring", ["last", "matched", "mixed"])
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_cross_attention(kind: str, wiring: str, norm: str) -> None:
     check_whole(double_model(cross_attention=kind, cross_wiring=wiring, norm=norm))
 
 
 @pytest.mark.parametrize("form", ["tanh", "tanh_bounded", "softmax"])
-@pytest.mark.parametrize("wiring", ["last", "matched"])
+@pytest.mark.parametrize("wiring", ["last", "matched", "mixed"])
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_fast_fully_connected_softmax(form: str, wiring: str, norm: str) -> None:
     model = double_model(cross_attention="fast_fc", fc_softmax=form, cross_wiring=wiring, norm=norm)

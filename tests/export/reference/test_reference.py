@@ -142,7 +142,7 @@ def any_values() -> st.SearchStrategy[dict]:
             "fc_table": st.sampled_from(["source", "source", "vocabulary"]),
             "fc_scale": st.sampled_from([True, True, False]),
             "hybrid_skips": st.sampled_from(["cross", "cross", "layer"]),
-            "cross_wiring": st.sampled_from(["last", "matched"]),
+            "cross_wiring": st.sampled_from(["last", "matched", "mixed"]),
             "encoder_layers": st.integers(1, 2),
             "decoder_layers": st.integers(1, 2),
             "positions": st.sampled_from(["sinusoidal", "learned", "none"]),

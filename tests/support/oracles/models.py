@@ -87,6 +87,12 @@ class Oracle:
 
     def memory(self, encoded: Trace, layer: int) -> Rows:
         """Return the encoder output that decoder layer ``layer`` reads."""
+        if self.config.cross_wiring == "mixed":
+            shares = softmax(self.weights["decoder.mixture"][layer].tolist())
+            return [
+                sum(share * rows[j] for share, rows in zip(shares, encoded.outputs, strict=True))
+                for j in range(len(encoded.outputs[0]))
+            ]
         return encoded.outputs[layer if self.config.cross_wiring == "matched" else -1]
 
     def memory_pairs(self, source: list[int], encoded: Trace, layer: int) -> tuple[Rows, Rows]:
