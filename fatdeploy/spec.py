@@ -80,6 +80,16 @@ def context_spec(layer: int, width: int) -> TensorSpec:
     return TensorSpec(f"memory.context.{layer}", "float32", ("batch", width))
 
 
+def attended_spec(layer: int, heads: int) -> StateSpec:
+    """Return the sum of all weights so far of one decoder layer's location-aware attention to the source."""
+    return StateSpec(f"attended.{layer}", "float32", ("rows", heads, "source"), "recurrent")
+
+
+def reached_spec(layer: int, heads: int) -> StateSpec:
+    """Return the position of the source that each head of one decoder layer's monotonic attention has reached."""
+    return StateSpec(f"reached.{layer}", "int64", ("rows", heads), "recurrent")
+
+
 def memory_specs(layer: int, heads: int, head_width: int, dtype: str = "float32") -> tuple[TensorSpec, TensorSpec]:
     """Return the cross keys and values of one decoder layer: the encoder's outputs, the decoder's inputs."""
     shape: tuple[int | Axis, ...] = ("batch", heads, "source", head_width)

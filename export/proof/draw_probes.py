@@ -5,9 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from fatdeploy.errors import ExportFailed
 from fatdeploy.export.models.eager import EagerEngine
+from fatdeploy.export.reference.cross.decisions import recorded_margins
 from fatdeploy.runtimes.engines.protocol import Capacity, Floats
 from fatdeploy.runtimes.proof.forced import call_count, first_tokens, step_logits
 from fatdeploy.runtimes.proof.lockstep import NOISE, SAFE_MARGINS, margins_of
@@ -30,9 +33,11 @@ class Row:
     best: list[Floats] = field(default_factory=list)
     largest: float = 1.0  # of all logits by size, but at least 1
     margin: float = np.inf
+    decided: float = np.inf  # the smallest margin of a choice inside the model, relative to what decides it
 
-    def add(self, logits: Floats) -> None:
-        """Take in the logits [t, V] of another call."""
+    def add(self, logits: Floats, decided: float) -> None:
+        """Take in the logits [t, V] of another call, and the smallest margin of the choices in it."""
+        self.decided = min(self.decided, decided)
         self.tokens.append(logits.argmax(-1))
         self.best.append(logits.max(-1))
         self.largest = max(self.largest, float(np.abs(logits).max()))
@@ -46,7 +51,7 @@ class Row:
     @property
     def safe(self) -> bool:
         """Whether every step is decided by at least ten times the noise; a row that is not safe never becomes so."""
-        return self.margin >= SAFE_MARGINS * self.bound
+        return self.margin >= SAFE_MARGINS * self.bound and self.decided >= SAFE_MARGINS * NOISE
 
 
 def drawn_probes(engine: EagerEngine, seed: int = 0) -> list[Probe]:
@@ -94,8 +99,10 @@ def _safe_of(engine: EagerEngine, source: Tokens, steps: int) -> list[Row]:
     tokens = first_tokens(engine.spec, len(source), steps)
     rows = [Row(ids) for ids in source]
     for _ in range(call_count(engine.spec, steps)):
-        for row, logits in zip(rows, step_logits(engine, tokens, state), strict=True):
-            row.add(logits)
+        with recorded_margins() as margins:
+            logits = step_logits(engine, tokens, state)
+        for row, row_logits, decided in zip(rows, logits, _smallest(margins, len(rows)), strict=True):
+            row.add(row_logits, decided)
         kept = [index for index, row in enumerate(rows) if row.safe]
         if not kept:
             return []
@@ -104,6 +111,12 @@ def _safe_of(engine: EagerEngine, source: Tokens, steps: int) -> list[Row]:
             rows = [rows[index] for index in kept]
         tokens = np.stack([row.tokens[-1] for row in rows])
     return rows
+
+
+def _smallest(margins: Sequence[Tensor], n_rows: int) -> list[float]:
+    """Return the smallest margin of each row in what a call recorded."""
+    smallest: list[float] = torch.stack([torch.full((n_rows,), torch.inf), *margins]).amin(0).tolist()
+    return smallest
 
 
 def _probe(rows: list[Row], spec: ModelSpec) -> Probe:

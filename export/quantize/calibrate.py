@@ -103,7 +103,8 @@ def _calls(
         inputs = _named(spec.encoder_inputs(), [source, mask])
         memory = encoder.outputs(inputs, [tensor.name for tensor in spec.encoder_outputs()])
         tokens = decoder_tokens(batch, spec)
-        sizes = {"rows": len(batch), "capacity": tokens.shape[1], **spec.fixed_axes(branches=branches)}
+        sizes = {"rows": len(batch), "source": source.shape[1], "capacity": tokens.shape[1]}
+        sizes |= spec.fixed_axes(branches=branches)
         position = np.zeros(spec.position.sized(sizes), np.int64)
         feeds = {**inputs, **memory, **_named((spec.tokens, spec.position), [tokens, position])}
         feeds[spec.want.name] = np.array(int(Want.LOGITS))

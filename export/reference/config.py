@@ -9,6 +9,7 @@ from fatdeploy.errors import ConfigError, in_one_line
 from fatdeploy.export.reference.config_rules import (
     AT_LEAST,
     wrong_fast_layers,
+    wrong_following,
     wrong_fully_connected,
     wrong_recurrence,
     wrong_value,
@@ -34,7 +35,7 @@ EncoderAttentionKind = Literal[
 DecoderAttentionKind = Literal[
     "scaled_dot", "dot", "additive", "local", "linear", "full", "lstm", "gru", "fully_connected", "none"
 ]
-CrossAttentionKind = Literal["scaled_dot", "dot", "additive", "fast_fc", "none"]
+CrossAttentionKind = Literal["scaled_dot", "dot", "additive", "fast_fc", "location", "monotonic", "none"]
 CrossWiring = Literal["last", "matched", "mixed"]
 RecurrentKind = Literal["lstm", "gru"]
 Features = Literal["elu", "softmax", "random", "performer"]
@@ -117,6 +118,7 @@ class ModelConfig:
     fc_table: Literal["source", "vocabulary"] = "source"
     fc_scale: bool = True
     cross_wiring: CrossWiring = "last"
+    location_window: int = 8
 
     positions: Literal["sinusoidal", "learned", "none"] = "sinusoidal"
     relative: Relative = "none"
@@ -185,6 +187,11 @@ class ModelConfig:
     def has_caches(self) -> bool:
         """Whether the decoder keeps keys and values of all positions."""
         return self.decoder_attention in _CACHED
+
+    @property
+    def follows_source(self) -> bool:
+        """Whether the cross-attention of each step depends on where those before it looked."""
+        return self.cross_attention in ("location", "monotonic")
 
     @property
     def parallel(self) -> bool:
@@ -295,7 +302,7 @@ class ModelConfig:
         if self.decoder_attention == "linear" and features == "softmax":
             reasons.append("features: softmax runs over all positions, a decoder's linear attention cannot; use elu")
         reasons += [*self._wrong_projections(), *wrong_recurrence(self), *wrong_wiring(self)]
-        reasons += [*wrong_fully_connected(self), *wrong_fast_layers(self)]
+        reasons += [*wrong_fully_connected(self), *wrong_fast_layers(self), *wrong_following(self)]
         if self.relative_each_layer and self.relative == "none":
             reasons.append("relative_each_layer: needs relative scores, found relative = none")
         if self.positional_mlp and self.positions == "none":

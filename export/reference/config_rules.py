@@ -33,6 +33,7 @@ AT_LEAST = {
     "decoder_ffn_width": 0,
     "source_vocab_size": 0,
     "relative_window": 1,
+    "location_window": 0,
 }
 
 
@@ -120,4 +121,18 @@ def wrong_wiring(config: "ModelConfig") -> list[str]:
         reasons.append("cross_wiring: mixed needs several encoder layers, found 1; use last")
     if config.recurrent_decoder and config.cross_wiring != "last":
         reasons.append("cross_wiring: a recurrent decoder has one cross-attention, use last")
+    return reasons
+
+
+def wrong_following(config: "ModelConfig") -> list[str]:
+    """Return why a cross-attention that depends on its earlier weights does not go together with other choices."""
+    if not config.follows_source:
+        return []
+    kind, reasons = config.cross_attention, []
+    if config.parallel:
+        reasons.append(f"cross_attention: {kind} needs the weights of the step before, parallel decoding has one step")
+    if config.hybrid:
+        reasons.append(f"hybrid: skips steps of the cross-attention, and each step of {kind} needs the one before")
+    if config.recurrent_decoder:
+        reasons.append(f"cross_attention: {kind} has a state, and a recurrent decoder keeps only that of its cells")
     return reasons

@@ -1,4 +1,4 @@
-"""The decoder: self-attentions with incremental state, cross-attentions over projected memory, and the stack."""
+"""The decoder: self-attentions with incremental state, its layers, and the stack."""
 
 from dataclasses import dataclass, field, replace
 
@@ -9,6 +9,7 @@ from fatdeploy.export.reference.attention import FeatureMap, LayerState, Scores,
 from fatdeploy.export.reference.config import ModelConfig
 from fatdeploy.export.reference.cross.attention import CrossAttention, SourceMemory
 from fatdeploy.export.reference.cross.fast_fc import FastFullyConnected, PreviousState, last_run
+from fatdeploy.export.reference.cross.following import FollowingAttention, LocationAttention, MonotonicAttention
 from fatdeploy.export.reference.layers import FeedForward, Residual, SelfAttention, norm_of
 from fatdeploy.export.reference.positions import layer_relative, stack_relative, with_relative
 from fatdeploy.export.reference.recurrent.encoder import context_of
@@ -76,6 +77,13 @@ class RecurrentAttention(SelfAttention):
         return self.out(mixed), state
 
 
+_CROSS: dict[str, type[CrossAttention]] = {
+    "fast_fc": FastFullyConnected,
+    "location": LocationAttention,
+    "monotonic": MonotonicAttention,
+}
+
+
 class DecoderLayer(nn.Module):
     """Self-attention or the position before, cross-attention, feed-forward network."""
 
@@ -87,7 +95,7 @@ class DecoderLayer(nn.Module):
         if self.previous is None:
             self.self_residual = Residual(config, relu=config.attention_relu)
             self.attention = (RecurrentAttention if config.decoder_attention == "linear" else CachedAttention)(config)
-        self.cross = (FastFullyConnected if config.cross_attention == "fast_fc" else CrossAttention)(config)
+        self.cross = _CROSS.get(config.cross_attention, CrossAttention)(config)
         self.ffn = FeedForward(config, config.decoder_ffn_width or config.ffn_width)
         self.relative = layer_relative(config, config.target_heads, config.max_target)
 
@@ -95,24 +103,38 @@ class DecoderLayer(nn.Module):
         self, x: Tensor, state: LayerState, memory: SourceMemory, layer: int, call: Call, position: Position
     ) -> tuple[Tensor, Tensor | None, LayerState]:
         """Return x after the layer, its cross weights if wanted, and its next state."""
+        # Behind the state of self-attention is that of a cross-attention that has one.
+        n_own = max(0, len(state) - isinstance(self.cross, FollowingAttention))
+        own, past = state[:n_own], state[n_own:]
         if self.attention is not None:
             if self.relative is not None:
                 call = replace(call, visible=with_relative(call.visible, self.relative, call.at, call.keys_at))
-            y, state = self.attention(self.self_residual.enter(x), state, call, position)
+            y, own = self.attention(self.self_residual.enter(x), own, call, position)
             x = self.self_residual.leave(x, y)
         h, asking = self.cross_residual.enter(x), None
         if self.previous is not None:
             # A call on a whole target has no state, and starts from the source.
-            asking, state = self.previous(h, state or memory.starts[layer], call.last_runs)
-        crossed, weights = self._attend_source((h, asking), memory, layer, call)
+            asking, own = self.previous(h, own or memory.starts[layer], call.last_runs)
+        crossed, weights, past = self._attend_source((h, asking), memory, layer, call, past)
         mixed: Tensor = self.ffn(self.cross_residual.leave(x, crossed))
-        return mixed, weights, state
+        return mixed, weights, own + past
 
     def _attend_source(
-        self, inputs: tuple[Tensor, Tensor | None], memory: SourceMemory, layer: int, call: Call
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return what cross-attention adds, and its weights if wanted: exactly 0 where the gate is closed."""
+        self,
+        inputs: tuple[Tensor, Tensor | None],
+        memory: SourceMemory,
+        layer: int,
+        call: Call,
+        past: LayerState,
+    ) -> tuple[Tensor | None, Tensor | None, LayerState]:
+        """Return what cross-attention adds, its weights if wanted, and its next state.
+
+        It adds exactly 0 where the gate is closed.
+        """
         (h, asking), gate, weigh = inputs, call.gate, layer in call.weights_of
+        if isinstance(self.cross, FollowingAttention):
+            y, weights, *state = self.cross(h, memory, layer, call.at, weigh, past=past)
+            return y, weights if weigh else None, tuple(state)
 
         def act() -> Outputs:
             outputs: Outputs = self.cross(h, memory, layer, call.at, weigh, asking)
@@ -125,11 +147,11 @@ class DecoderLayer(nn.Module):
 
         outputs = act() if gate is None else seams().unless(gate.amax((0, 1, 2)) == 0, act, blank)
         if outputs is None:
-            return None, None
+            return None, None, ()
         if gate is not None:
             # A closed row has the same output and weights whether or not other rows made the sub-layer run.
             outputs = outputs[0] * gate, *(weights * gate[:, None] for weights in outputs[1:])
-        return outputs[0], outputs[1] if weigh else None
+        return outputs[0], outputs[1] if weigh else None, ()
 
 
 class Decoder(nn.Module):
@@ -173,7 +195,15 @@ class Decoder(nn.Module):
             shapes = [(rows, heads, features, width), (rows, heads, features)]
         elif config.parallel:
             shapes = []
-        return DecoderState(0, [tuple(like.new_zeros(shape) for shape in shapes) for _ in self.layers])
+        own = [tuple(like.new_zeros(shape) for shape in shapes) for _ in self.layers]
+        if config.follows_source:
+            length = memory.valid.shape[1]
+            own = [
+                state + layer.cross.started(rows, like, length)
+                for state, layer in zip(own, self.stack(), strict=True)
+                if isinstance(layer.cross, FollowingAttention)
+            ]
+        return DecoderState(0, own)
 
     def call(self, tokens: Tensor, state: DecoderState, gate: Tensor | None, weights_of: frozenset[int]) -> Call:
         """Return what the layers share in a call on tokens [R, t]."""

@@ -21,10 +21,12 @@ from fatdeploy.spec import (
     ModelSpec,
     StateSpec,
     TensorSpec,
+    attended_spec,
     cache_specs,
     cell_specs,
     context_spec,
     memory_specs,
+    reached_spec,
     recurrent_specs,
 )
 
@@ -61,6 +63,8 @@ def spec_from_config(config: ModelConfig) -> ModelSpec:
             state += recurrent_specs(layer, heads.count, config.feature_width, heads.width)
         elif config.has_caches:
             state += cache_specs(layer, heads.count, heads.width)
+        if config.follows_source:
+            state.append((attended_spec if config.cross_attention == "location" else reached_spec)(layer, heads.count))
     return ModelSpec(
         vocab_size=config.vocab_size,
         source_vocab_size=config.source_vocab_size or None,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -106,6 +107,16 @@ class Seams:
     ) -> tuple[Tensor, Tensor]:
         """Return AT's states [B, n, t, M] and its last [B, n, M], by a loop over the tokens of a call."""
         return connected(x, scored, cell, context, hidden)
+
+    def repeated(
+        self, advance: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], state: Tensor, inputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the last state and the outputs [t, …] of ``advance``, which reads a state and one of inputs [t, …]."""
+        outputs = []
+        for value in inputs.unbind(0):
+            state, output = advance(state, value)
+            outputs.append(output)
+        return state, torch.stack(outputs)
 
     def attend_memory(
         self,

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fatdeploy.export.reference.attention import FeatureMap
 from fatdeploy.export.reference.config import ModelConfig
+from fatdeploy.export.reference.cross.following import MonotonicAttention
 from fatdeploy.export.reference.decoder import Decoder
 from fatdeploy.export.reference.layers import Norm
 from fatdeploy.export.reference.model import DenseNormHead, MlpHead, ReferenceModel
@@ -30,6 +31,8 @@ FAST_FC_SHARPNESS, FAST_FC_STRENGTH = 2.0, 2.0
 CELL_STRENGTH, MIX_STRENGTH = 3.0, 16.0
 CONNECTED_STRENGTH, CONNECTED_SHARPNESS = 2.8, 2.2
 CONNECTED_OUTPUT, CONNECTED_OUTPUT_WITH_POSITIONS = 28.0, 14.0
+# Monotonic heads would be at the end of the source after a few steps, and stay there.
+STAYING = 2.0
 MIXTURE_STRENGTH = 10.0  # of encoder layers: plain weights would make every mixture the mean of all
 CENTRE_GRID = 1 / 16  # coarse, so that sums that round differently on another processor give the same model
 
@@ -72,6 +75,8 @@ def _strengthen_cross_attention(model: ReferenceModel) -> None:
             matrix.mul_(sharpness)
         for matrix in (values, cross.out.weight):
             matrix.mul_(strength)
+        if isinstance(cross, MonotonicAttention):
+            cross.head_bias.add_(STAYING)
 
 
 def _strengthen_recurrence(model: ReferenceModel) -> None:

@@ -1,6 +1,7 @@
 """What all dialects share: caches of full capacity, masks as additions, and functions that write single ONNX ops."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from fatdeploy.export.reference.attention import LayerState, Scores, Visible, attended, split_heads
 from fatdeploy.export.reference.recurrent.cells import Cell, ConnectedCell
 from fatdeploy.export.reference.seams import Position, Seams
-from fatdeploy.export.tracing.recurrent_ops import connected_scan, recurrent_op
+from fatdeploy.export.tracing.recurrent_ops import connected_scan, recurrent_op, scanned
 
 # Without this the branches of a condition, which torch traces differently, may not contain such an op.
 symbolic = torch._dynamo.dont_skip_tracing(torch.onnx.ops.symbolic)
@@ -116,6 +117,11 @@ class GraphSeams(Seams):
         self, x: Tensor, scored: Tensor, cell: ConnectedCell, context: Tensor, hidden: Tensor
     ) -> tuple[Tensor, Tensor]:
         return connected_scan(x, scored, cell, context, hidden)
+
+    def repeated(
+        self, advance: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], state: Tensor, inputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return scanned(advance, state, inputs)
 
     def by_source(self, x: Tensor, batch: Tensor) -> Tensor:
         front, back = shape_of(batch, 0, 1), shape_of(x, 1, x.ndim)

@@ -1,5 +1,6 @@
-"""Recurrent layers in a graph: ONNX's LSTM and GRU, and a Scan over AT's recurrence."""
+"""Recurrences in a graph: ONNX's LSTM and GRU, and a Scan of any other."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,3 +58,11 @@ def connected_scan(
 
     last, states = scan(advance, hidden, (x.movedim(2, 0), scored.movedim(2, 0)))
     return states.movedim(0, 2), last
+
+
+def scanned(
+    advance: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], state: Tensor, inputs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the last state and all outputs [t, …] of a Scan over inputs [t, …]."""
+    last, outputs = scan(advance, state.contiguous(), inputs.contiguous())
+    return last, outputs

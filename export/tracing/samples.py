@@ -34,6 +34,8 @@ def _drawn(tensor: TensorSpec, sizes: dict[str, int], spec: ModelSpec, draw: np.
     if tensor.dtype == "bool":
         # Right-padded: every row has its first token.
         return np.arange(shape[-1]) < draw.integers(1, shape[-1] + 1, (*shape[:-1], 1))
+    if tensor.dtype == "int64" and tensor in spec.past:
+        return draw.integers(0, sizes["source"], shape)
     if tensor.dtype == "int64":
         return draw.integers(0, spec.n_source_ids if tensor == spec.source else spec.vocab_size, shape)
     if tensor in spec.past:

@@ -65,6 +65,10 @@ DECODER: list[dict[str, Any]] = [
     {"cross_wiring": "matched", "norm": "post"},
     {"cross_wiring": "mixed", "norm": "pre", "encoder_layers": 3},
     {"cross_wiring": "mixed", "norm": "post", "encoder_layers": 2, "decoder_layers": 1},
+    {"cross_attention": "location", "location_window": 2},
+    {"cross_attention": "location", "copy": True, "decoder_attention": "linear"},
+    {"cross_attention": "monotonic"},
+    {"cross_attention": "monotonic", "copy": True, "norm": "post", "inner_width": 48},
 ]
 
 # Values that models of other origins need, alone and as families have them together.
@@ -237,6 +241,10 @@ def legal(values: dict[str, Any]) -> bool:
         or (values["cross_attention"] == "none" and (not recurrent or values["copy"]))
         or (decoder == "fully_connected" and values["cross_attention"] != "none")
         or (recurrent and (values["cross_wiring"] != "last" or values["hybrid"]))
+        or (
+            values["cross_attention"] in {"location", "monotonic"}
+            and (recurrent or values["hybrid"] or values["decoding"] == "parallel")
+        )
         or (values["cross_wiring"] == "mixed" and values["encoder_layers"] == 1)
         or (decoder == "full") != (values["decoding"] == "parallel")
         or (values["copy"] and values["cross_attention"] == "fast_fc" and values["fc_softmax"] != "softmax")

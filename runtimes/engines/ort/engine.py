@@ -27,7 +27,7 @@ from fatdeploy.runtimes.engines.ort.host_memory import ArrayMemory, HostMemory, 
 from fatdeploy.runtimes.engines.ort.log_softmax import LogSoftmax
 from fatdeploy.runtimes.engines.ort.options import OrtOptions
 from fatdeploy.runtimes.engines.ort.output_product import multiplies_bytes, output_product, product_graph
-from fatdeploy.runtimes.engines.ort.refills import refilled, refilled_width, restart_rows
+from fatdeploy.runtimes.engines.ort.refills import next_width, refilled, restart_rows
 from fatdeploy.runtimes.engines.ort.saturation import check_saturation
 from fatdeploy.runtimes.engines.ort.sessions import (
     Sessions,
@@ -142,9 +142,10 @@ class OrtEngine:
         # In `standard` graphs the capacity is a constant.
         positions = capacity.target_positions if self.branches else self.spec.max_target
         rows = len(source)
-        buffers = self._zeros(rows * capacity.rows_per_source, positions)
-        sources = self._memory.started(buffers, sources)
         width = source.shape[1]
+        sizes = {"rows": rows * capacity.rows_per_source, "capacity": positions, "source": width}
+        buffers = self._zeros(sizes)
+        sources = self._memory.started(buffers, sources)
         return OrtState(self._binder.values(sources), sources, buffers, capacity, rows, rows, length, width)
 
     def step(self, tokens: Tokens, state: OrtState, want: Want) -> StepOut:
@@ -222,7 +223,7 @@ class OrtEngine:
         lengths, new_lengths = mask.sum(1), new_mask.sum(1)
         check_newcomers(new_lengths, state.source_length, started=newcomers.position > 0 or newcomers is state)
         lengths[places] = new_lengths
-        width = refilled_width(lengths, mask.shape[1], state.widest, SOURCE_MULTIPLE)
+        width = next_width(self.spec, lengths, mask.shape[1], state.widest, SOURCE_MULTIPLE)
         joining = {name: array[chosen] for name, array in newcomers.sources.items()}
         state.sources = refilled(self.spec, state.sources, places, joining, width)
         if width != mask.shape[1]:
@@ -283,9 +284,8 @@ class OrtEngine:
             raise ConfigError("this engine is closed: load the bundle again")
         return self._sessions
 
-    def _zeros(self, rows: int, capacity: int) -> Buffers:
+    def _zeros(self, sizes: dict[str, int]) -> Buffers:
         """Return zeroed buffers, reused where possible."""
-        sizes = {"rows": rows, "capacity": capacity}
         shapes = [tensor.sized(sizes) for tensor in self.spec.state]
         return self.pool.take(shapes) or self._memory.zeros(shapes)
 

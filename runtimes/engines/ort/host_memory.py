@@ -78,8 +78,16 @@ class HostMemory:
 
     def zeros(self, shapes: Sequence[Shape]) -> Buffers:
         layout = [(shape, tensor.dtype) for shape, tensor in zip(shapes, self._spec.state, strict=True)]
-        sets = [[np.zeros(shape, dtype) for shape, dtype in layout] for _ in range(self._n_sets)]
-        return state_buffers(self._spec, sets)
+        first = [np.zeros(shape, dtype) for shape, dtype in layout]
+        # A cache beside recurrent state is one array in all sets: a step writes it in place.
+        sets = [
+            [
+                np.zeros_like(array) if tensor.kind == "recurrent" else array
+                for array, tensor in zip(first, self._spec.state, strict=True)
+            ]
+            for _ in range(self._n_sets - 1)
+        ]
+        return state_buffers(self._spec, [first, *sets])
 
     def started(self, buffers: Buffers, sources: dict[str, HostOrDeviceArray]) -> dict[str, HostOrDeviceArray]:
         if not self._starts:

@@ -5,7 +5,6 @@ become much shorter, and grow again when a longer source comes.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +26,9 @@ def refilled(spec: ModelSpec, arrays: Arrays, places: Rows, newcomers: Mapping[s
     tensors = [tensor for tensor in (spec.source, spec.source_mask, *spec.memory) if tensor.name in arrays]
     results = {}
     for tensor in tensors:
-        array = _resized(arrays[tensor.name], tensor, width, spec)
-        array[places] = _resized(newcomers[tensor.name], tensor, width, spec)
+        padding = spec.pad_id if tensor == spec.source else 0
+        array = _resized(arrays[tensor.name], tensor, width, padding)
+        array[places] = _resized(newcomers[tensor.name], tensor, width, padding)
         results[tensor.name] = array
     return results
 
@@ -37,6 +37,13 @@ def refilled_width(lengths: NDArray[np.int64], width: int, widest: int, multiple
     """Return how many columns arrays of ``width`` columns should have for sources of these lengths."""
     needed = min(-(-int(lengths.max()) // multiple) * multiple, widest)
     return needed if needed > width or needed <= ENOUGH * width else width
+
+
+def next_width(spec: ModelSpec, lengths: NDArray[np.int64], width: int, widest: int, multiple: int) -> int:
+    """Return ``refilled_width``, or ``width`` if state has the source's columns too: its buffers are of one width."""
+    if any("source" in tensor.shape for tensor in spec.state):
+        return width
+    return refilled_width(lengths, width, widest, multiple)
 
 
 def restart_rows(
@@ -48,17 +55,17 @@ def restart_rows(
     """
     for spec, array, started in zip(specs, arrays, newcomers, strict=True):
         if spec.kind == "recurrent":
-            array[rows] = started[first]
+            width = array.shape[spec.shape.index("source")] if "source" in spec.shape else 0
+            array[rows] = _resized(started[first], spec, width, 0)
 
 
-def _resized(array: Array, tensor: TensorSpec, width: int, spec: ModelSpec) -> Array:
+def _resized(array: Array, tensor: TensorSpec, width: int, padding: int) -> Array:
     """Return an array with its source axis cut or padded to ``width``; the array itself if it has this width."""
     if "source" not in tensor.shape:
         return array
     axis = tensor.shape.index("source")
     if array.shape[axis] == width:
         return array
-    padding: Any = spec.pad_id if tensor == spec.source else 0
     # Zeros, not whatever is there: a hidden column has a weight of zero, and zero times a NaN is NaN.
     resized = np.full((*array.shape[:axis], width, *array.shape[axis + 1 :]), padding, array.dtype)
     common = (*[slice(None)] * axis, slice(min(width, array.shape[axis])))

@@ -7,6 +7,7 @@ import numpy as np
 from torch import nn
 
 from fatdeploy.export.reference.config import ModelConfig
+from tests.support.oracles.following import Followed
 from tests.support.oracles.formulas import (
     Rows,
     Trace,
@@ -210,11 +211,14 @@ class Oracle:
         kind = config.cross_attention if config.fc_scale else "dot"
         k, v = ([heads_of(x, config.heads) for x in part] for part in self._pairs(w, source, memory))
         results, weights = [], {}
+        followed = Followed(w, config, len(memory))
         for t, asking, x in rows:
             queries = heads_of(w.projected("q", asking), config.heads)
             columns = source if config.fc_table == "vocabulary" else list(range(len(source)))
             alphas = [
-                self._cross_weights(w, (t, columns), h, [score(kind, w, h, (queries[h], key[h])) for key in k])
+                followed.weights(h, queries[h], [key[h] for key in k])
+                if kind in ("location", "monotonic")
+                else self._cross_weights(w, (t, columns), h, [score(kind, w, h, (queries[h], key[h])) for key in k])
                 for h in range(config.heads)
             ]
             context = np.concatenate([mixed(alphas[h], [value[h] for value in v]) for h in range(config.heads)])
