@@ -68,6 +68,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.load.run
 	$(BIN)/python -m benchmarks.g2p.run $(if $(wildcard build/g2p/transformer),--compared build/g2p/transformer)
 ifneq ($(wildcard build/real/opus-mt-zh-en),)
+	$(BIN)/python -m benchmarks.following.run
 	$(BIN)/python -m benchmarks.real.run
 	$(BIN)/python -m benchmarks.real.run --part export --out benchmarks/results/real_export.json
 	$(BIN)/python -m benchmarks.real.integers.run

@@ -83,6 +83,12 @@ def written_parts(sizes: Sizes, cache: Path) -> Parts:
     return read_parts(paths["train"], paths["validation"])
 
 
+def folder_of(variant: Variant, cache: Path) -> Path:
+    """Return where a variant is trained; other code trains it elsewhere."""
+    name = "-".join([variant.preset, *(f"{key}={value}" for key, value in variant.changes)])
+    return cache / f"published-{code_digest(*MEASURED)}" / name
+
+
 def trained(variant: Variant, sizes: Sizes, parts: Parts, cache: Path) -> dict[str, Any]:
     """Return the errors of a variant after every epoch, or why its training failed."""
     changes = {**shape_of(sizes), **dict(variant.changes)}
@@ -93,8 +99,7 @@ def trained(variant: Variant, sizes: Sizes, parts: Parts, cache: Path) -> dict[s
         vocab_size=None,
         settings=TrainSettings(epochs=sizes.epochs, warmup=200, label_smoothing=0.0),
     )
-    name = "-".join([variant.preset, *(f"{key}={value}" for key, value in variant.changes)])
-    folder = cache / f"published-{code_digest(*MEASURED)}" / name
+    folder = folder_of(variant, cache)
     training = Training(plan, parts, folder, resume=(folder / STATE).exists())
     result = {"parameters": sum(tensor.numel() for tensor in training.trainer.model.parameters())}
     result["steps"] = training.trainer.n_steps
@@ -102,7 +107,7 @@ def trained(variant: Variant, sizes: Sizes, parts: Parts, cache: Path) -> dict[s
     try:
         for event in training.events():
             if isinstance(event, Epoch):
-                click.echo(f"{name}: epoch {event.number}, {event.score}", err=True)
+                click.echo(f"{folder.name}: epoch {event.number}, {event.score}", err=True)
     except TrainingFailed as error:
         failed = str(error)
     finally:

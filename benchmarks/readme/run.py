@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.readme.engine_tables import beam_rows_lines, beams_table, engines_table, quantized_table, speed_table
+from benchmarks.readme.following_table import following_table
 from benchmarks.readme.integer_tables import agreement_table, integer_fidelity_table, integer_speed_table
 from benchmarks.readme.other_tables import export_lines, g2p_lines, load_lines, loop_table, reference_table
 from benchmarks.readme.phrases import ENGINES, STEP
@@ -35,7 +36,10 @@ PAGES: dict[str, dict[str, dict[str, Table]]] = {
         "export": {"export_time.json": export_lines},
         "reference": {"reference_greedy.json": reference_table},
     },
-    "docs/models.md": {"published": {"published.json": published_table}},
+    "docs/models.md": {
+        "published": {"published.json": published_table},
+        "following": {"following.json": following_table},
+    },
     "docs/quantize.md": {
         "real-fidelity": {"real_quantized.json": integer_fidelity_table},
         "agreement": {"real_agreement.json": agreement_table},

@@ -143,6 +143,7 @@ def test_integers_take_the_matrices_around_the_loop(kind: str, tmp_path: Path) -
     assert tokens_of(together) == tokens_of([decode(engine, [source], options)[0] for source in SOURCES])
 
 
+@pytest.mark.slow
 def test_half_precision_is_refused_because_of_the_loop(tmp_path: Path) -> None:
     with pytest.raises(ExportFailed, match=r"Scan .* cannot be converted to half precision: export in fp32 or"):
         write_bundle(model_of("location"), tmp_path / "half", origin=Origin(name="l"), target="onnx", precision="fp16")

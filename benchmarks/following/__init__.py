@@ -1,0 +1,1 @@
+"""Attentions to the source that follow it, trained."""
