@@ -62,6 +62,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.greedy.run
 	$(BIN)/python -m benchmarks.greedy.run --part export --out benchmarks/results/export_time.json
 	$(BIN)/python -m benchmarks.quantized.run
+	$(BIN)/python -m benchmarks.family.run
 	$(BIN)/python -m benchmarks.beams.run
 	$(BIN)/python -m benchmarks.beams.rows
 	$(BIN)/python -m benchmarks.loop.run

@@ -120,7 +120,7 @@ def write_bundle(
     else:
         floats = checked_floats(record, precision)
     with replaced_folder(folder, force=force) as new, _folder_beside(new) as work:
-        traced, graphs = _written_graphs(exportable, record.dialect, work, stage, decoder_seams(record, floats))
+        traced, graphs = written_graphs(exportable, record.dialect, work, stage, decoder_seams(record, floats))
         plain = Plain(exportable, origin, record, traced, graphs, stage)
         if trial is None:
             plain.write(new, floats)
@@ -168,7 +168,7 @@ class Plain:
         write_probes(folder / PROBES, probes)
         histograms = {part: {name: op_histogram(written[part]) for name, written in stages.items()} for part in graphs}
         manifest = replace(
-            _manifest(exportable, self.origin, self.target),
+            manifest_of(exportable, self.origin, self.target),
             spec=spec,
             precision=precision,
             histograms=histograms,
@@ -289,7 +289,7 @@ def _folder_beside(folder: Path) -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent)
 
 
-def _written_graphs(
+def written_graphs(
     model: Exportable, dialect: Dialect, work: str, stage: Callable[[str], None], seams: Seams | None
 ) -> tuple[dict[str, Path], dict[str, Path]]:
     """Return the paths of the traced and the simplified graphs, by their names in the bundle."""
@@ -311,7 +311,8 @@ def _written_graphs(
     return traced, graphs
 
 
-def _manifest(model: Exportable, origin: Origin, target: TargetRecord) -> Manifest:
+def manifest_of(model: Exportable, origin: Origin, target: TargetRecord) -> Manifest:
+    """Return the manifest of a model's fp32 graphs, without what depends on their files."""
     # The version of the module, not of a package: on a machine with a GPU another package installs it.
     versions = {package: version(package) for package in RECORDED} | {"onnxruntime": onnxruntime_module().__version__}
     return Manifest(

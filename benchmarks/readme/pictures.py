@@ -1,4 +1,4 @@
-"""The two pictures of the README, drawn with matplotlib as SVG that reads well on light and dark pages."""
+"""The pictures of README and docs, drawn with matplotlib as SVG that reads well on light and dark pages."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -13,6 +13,7 @@ Row = Mapping[str, Any]
 
 # Mid tones have enough contrast with white and with black; the page itself is the background.
 OURS, OTHERS, INK, SOFT = "#2f81f7", "#8b949e", "#737c87", "#737c8714"
+LINES = (OURS, OTHERS, "#bf8700", "#8250df")
 # Text stays text, in whatever sans serif the reader has, and ids do not change from run to run.
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "fatdeploy", "font.family": "sans-serif", "text.color": INK}
 NO_DATE = {"Date": None, "Creator": None}
@@ -51,6 +52,37 @@ def time_label(row: Row, phase: str) -> str:
     """Return a time, and how it compares with CTranslate2's best."""
     ms, times = row["phases"][phase]["p50_ms"], row["times_faster"][phase]
     return f"{ms:.2f}" if times is None else f"{ms:.2f}  ({times:.2f}×)"
+
+
+def lengths_picture(rows: Sequence[Row], lengths: Sequence[int]) -> str:
+    """Return the mean time of a step by length of the target as SVG, with one panel per batch and a line per model."""
+    batches = list(dict.fromkeys(row["batch"] for row in rows))
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(2.6 * len(batches), 2.6), layout="constrained")
+        panels = figure.subplots(1, len(batches), squeeze=False)[0]
+        for batch, axes in zip(batches, panels, strict=True):
+            draw_lines(axes, [row for row in rows if row["batch"] == batch], lengths)
+            axes.set_title(f"batch {batch}", loc="left", fontsize=10, color=INK, fontweight="bold")
+        panels[0].set_ylabel("ms per step, on average", fontsize=9, color=INK)
+        return svg(figure)
+
+
+def draw_lines(axes: Axes, rows: Sequence[Row], lengths: Sequence[int]) -> None:
+    """Draw one line per model, with its name at the end."""
+    for row, colour in zip(rows, LINES, strict=False):
+        axes.plot(lengths, row["mean_ms"], color=colour, marker="o", markersize=3, linewidth=1.6)
+        name, _, _ = row["model"].rpartition("-")
+        end = (lengths[-1], row["mean_ms"][-1])
+        axes.annotate(name, end, (0, 4), textcoords="offset points", ha="right", fontsize=9, color=colour)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths], fontsize=7, rotation=45)
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("tokens of the target", fontsize=9, color=INK)
+    axes.tick_params(colors=INK, labelsize=8)
+    axes.patch.set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[:].set_color(INK)
 
 
 # Left edge, top edge, width, title, lines below it. One unit is a tenth of an inch.

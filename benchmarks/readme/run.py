@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.readme.engine_tables import beam_rows_lines, beams_table, engines_table, quantized_table, speed_table
+from benchmarks.readme.family_tables import family_tables
 from benchmarks.readme.integer_tables import agreement_table, integer_fidelity_table, integer_speed_table
 from benchmarks.readme.other_tables import export_lines, g2p_lines, load_lines, loop_table, reference_table
 from benchmarks.readme.phrases import ENGINES, STEP
-from benchmarks.readme.pictures import architecture_picture, speed_picture
+from benchmarks.readme.pictures import architecture_picture, lengths_picture, speed_picture
 from benchmarks.readme.real_tables import real_export_lines, real_speed_table
 
 Table = Callable[[dict[str, Any]], str]
@@ -27,6 +28,7 @@ PAGES: dict[str, dict[str, dict[str, Table]]] = {
         "real": {"real_models.json": real_speed_table, "real_export.json": real_export_lines},
         "real-quantized": {"real_quantized.json": integer_speed_table},
         "greedy": {"engines_greedy.json": engines_table},
+        "family": {"family.json": family_tables},
         "beams": {"engines_beam.json": beams_table, "beam_rows.json": beam_rows_lines},
         "loop": {"loop_overhead.json": loop_table},
         "load": {"load.json": load_lines},
@@ -62,9 +64,19 @@ def speeds() -> str:
     return speed_picture([row for row in result["results"] if row["best_setting"]], ENGINES, STEP)
 
 
+def lengths() -> str:
+    """Return the picture of steps by length of the target."""
+    result = json.loads((RESULTS / "family.json").read_text())
+    return lengths_picture(result["decoders"], result["targets"])
+
+
 def generated() -> dict[str, str]:
     """Return every generated file and its text."""
-    pictures = {"docs/speed.svg": speeds(), "docs/architecture.svg": architecture_picture()}
+    pictures = {
+        "docs/speed.svg": speeds(),
+        "docs/lengths.svg": lengths(),
+        "docs/architecture.svg": architecture_picture(),
+    }
     return {**{page: with_tables(page) for page in PAGES}, **pictures}
 
 
